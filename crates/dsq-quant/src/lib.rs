@@ -1,0 +1,26 @@
+//! The words and the arithmetic of dsq: number formats, schemes, quantization parameters, quantize and
+//! dequantize, packing, observers.
+//!
+//! One formula in one place: fake quantization in training, post-training quantization, export and the
+//! runtime's dequantization all call [`QuantArgs`] and [`QuantizedMatrix`], or are tested bit-equal to them.
+//! The reference arithmetic is that of compressed-tensors on the f32 path: minimum, maximum and scale are
+//! computed in f32, the scale is rounded once to its stored dtype, and the codes are chosen against the
+//! stored scale.
+//!
+//! This crate is not fast (see `dsq-kernels`), reads no file (see `dsq-checkpoint`) and knows no model.
+
+mod args;
+mod config;
+mod error;
+mod float;
+mod matrix;
+mod observer;
+mod pack;
+
+pub use args::{Granularity, Mapping, QParams, QuantArgs, QuantType};
+pub use config::{Pattern, QuantConfig, QuantScheme};
+pub use error::QuantError;
+pub use float::FloatType;
+pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
+pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
+pub use pack::{pack_i32, packed_words, unpack_i32};

@@ -1,0 +1,302 @@
+//! A quantized `[n, k]` matrix: codes, scales, zero points, and the reference walk that makes them. Neither a
+//! disk layout (see `dsq-checkpoint`) nor a kernel layout (see `dsq-kernels`).
+
+use crate::{Granularity, Mapping, QParams, QuantArgs, QuantError};
+
+/// Groups whose largest magnitude is below this count as degenerate (all zero, or so small that no sum with
+/// weights of ordinary size sees them): 2^-64.
+pub const DEGENERATE_ABSMAX: f32 = 5.421_010_9e-20;
+
+/// Codes and quantization parameters of an `[n, k]` matrix (row major; `n` outputs, `k` the reduction).
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedMatrix {
+    /// How it was quantized.
+    pub args: QuantArgs,
+    /// Outputs (rows).
+    pub n: usize,
+    /// Reduction dimension (columns).
+    pub k: usize,
+    /// Signed codes `[n, k]`.
+    pub codes: Vec<i8>,
+    /// Stored scales, shape [`QuantArgs::scale_shape`].
+    pub scales: Vec<f32>,
+    /// Zero points in the signed domain, as many as scales; empty when symmetric.
+    pub zeros: Vec<i8>,
+}
+
+impl QuantizedMatrix {
+    /// Rounds `w` (`[n, k]`, row major) to the nearest point of the grid that its own minimum and maximum give
+    /// (RTN).
+    ///
+    /// # Errors
+    /// Non-finite values, a scale that overflows, a group size that does not divide `k`, a wrong length.
+    pub fn quantize(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Self, QuantError> {
+        let params = Self::qparams_of(w, n, k, args)?;
+        Self::quantize_with(w, n, k, args, &params)
+    }
+
+    /// The quantization parameters that `w`'s own minima and maxima give, one for each scale, row major.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::quantize`].
+    pub fn qparams_of(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<QParams>, QuantError> {
+        check_len("weight", n * k, w.len())?;
+        let [rows, groups] = args.scale_shape(n, k)?;
+        check_finite(w)?;
+        let per_scale = if rows * groups == 0 { 1 } else { (n * k / (rows * groups)).max(1) };
+        w.chunks(per_scale)
+            .enumerate()
+            .map(|(i, chunk)| {
+                let (lo, hi) = min_max(chunk);
+                args.qparams(lo, hi).map_err(|e| match e {
+                    QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
+                        QuantError::ScaleOverflow { group: i, lo, hi, scale, dtype }
+                    }
+                    other => other,
+                })
+            })
+            .collect()
+    }
+
+    /// Chooses codes against given parameters (learned scales, for instance), one for each scale, row major.
+    ///
+    /// # Errors
+    /// Wrong lengths, a group size that does not divide `k`, non-finite values, a parameter that cannot be stored.
+    pub fn quantize_with(
+        w: &[f32],
+        n: usize,
+        k: usize,
+        args: QuantArgs,
+        params: &[QParams],
+    ) -> Result<Self, QuantError> {
+        check_len("weight", n * k, w.len())?;
+        let [rows, groups] = args.scale_shape(n, k)?;
+        check_len("scales", rows * groups, params.len())?;
+        check_finite(w)?;
+        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
+        let mut codes = Vec::with_capacity(w.len());
+        for (chunk, &p) in w.chunks(per_scale).zip(params) {
+            codes.extend(chunk.iter().map(|&x| args.quantize(x, p)));
+        }
+        let scales = params.iter().map(|p| p.scale).collect();
+        let zeros = match args.mapping {
+            Mapping::Symmetric => Vec::new(),
+            Mapping::Asymmetric => params.iter().map(|p| p.zero as i8).collect(),
+        };
+        let out = Self { args, n, k, codes, scales, zeros };
+        out.validate()?;
+        Ok(out)
+    }
+
+    /// Checks lengths, that every scale is finite, positive and already rounded to its dtype, and that every code
+    /// and zero point lies in the code range.
+    ///
+    /// # Errors
+    /// The first violation.
+    pub fn validate(&self) -> Result<(), QuantError> {
+        let [rows, groups] = self.args.scale_shape(self.n, self.k)?;
+        check_len("codes", self.n * self.k, self.codes.len())?;
+        check_len("scales", rows * groups, self.scales.len())?;
+        let zeros = if self.args.mapping == Mapping::Asymmetric { rows * groups } else { 0 };
+        check_len("zero points", zeros, self.zeros.len())?;
+        for (group, &value) in self.scales.iter().enumerate() {
+            if !(value.is_finite() && value > 0.0 && self.args.scale_dtype.round(value) == value) {
+                return Err(QuantError::BadQParam { group, what: "scale", value });
+            }
+        }
+        let range = self.args.qtype.qmin()..=self.args.qtype.qmax();
+        if let Some(group) = self.zeros.iter().position(|&z| !range.contains(&i32::from(z))) {
+            return Err(QuantError::BadQParam { group, what: "zero point", value: f32::from(self.zeros[group]) });
+        }
+        if let Some(i) = self.codes.iter().position(|&q| !range.contains(&i32::from(q))) {
+            return Err(QuantError::Setting {
+                field: "code",
+                expected: format!("{} to {}", range.start(), range.end()),
+                got: self.codes[i].to_string(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The parameters of scale `i` (row major).
+    #[inline]
+    pub fn qparams(&self, i: usize) -> QParams {
+        QParams { scale: self.scales[i], zero: self.zeros.get(i).map_or(0, |&z| i32::from(z)) }
+    }
+
+    /// Length of a group along `k`.
+    pub fn group_len(&self) -> usize {
+        match self.args.granularity {
+            Granularity::PerGroup(g) => g,
+            _ => self.k,
+        }
+    }
+
+    /// Index of the scale that covers row `row`, group `group`.
+    #[inline]
+    pub fn scale_index(&self, row: usize, group: usize) -> usize {
+        match self.args.granularity {
+            Granularity::PerTensor => 0,
+            Granularity::PerChannel => row,
+            Granularity::PerGroup(g) => row * (self.k / g) + group,
+        }
+    }
+
+    /// The values on the grid, `[n, k]` row major.
+    pub fn dequantize(&self) -> Vec<f32> {
+        let per_scale = (self.n * self.k).checked_div(self.scales.len()).unwrap_or(1).max(1);
+        let mut out = Vec::with_capacity(self.codes.len());
+        for (i, chunk) in self.codes.chunks(per_scale).enumerate() {
+            let p = self.qparams(i);
+            out.extend(chunk.iter().map(|&q| self.args.dequantize(q, p)));
+        }
+        out
+    }
+
+    /// Groups of `w` that carry nothing (largest magnitude below [`DEGENERATE_ABSMAX`]), as flat scale indices.
+    pub fn degenerate_groups(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<usize>, QuantError> {
+        check_len("weight", n * k, w.len())?;
+        let [rows, groups] = args.scale_shape(n, k)?;
+        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
+        Ok(w.chunks(per_scale)
+            .enumerate()
+            .filter(|(_, c)| c.iter().all(|x| x.abs() < DEGENERATE_ABSMAX))
+            .map(|(i, _)| i)
+            .collect())
+    }
+}
+
+fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), QuantError> {
+    if expected == got { Ok(()) } else { Err(QuantError::Length { what, expected, got }) }
+}
+
+fn check_finite(w: &[f32]) -> Result<(), QuantError> {
+    match w.iter().position(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(index) => {
+            Err(QuantError::NonFinite { index, value: w[index], count: w.iter().filter(|x| !x.is_finite()).count() })
+        }
+    }
+}
+
+fn min_max(x: &[f32]) -> (f32, f32) {
+    x.iter().fold((0.0f32, 0.0f32), |(lo, hi), &v| (lo.min(v), hi.max(v)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FloatType, QuantType};
+    use proptest::prelude::*;
+
+    fn normal(n: usize, seed: u64) -> Vec<f32> {
+        // Sum of uniforms: near enough to normal, and needs no dependency.
+        let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut uniform = || {
+            s ^= s << 13;
+            s ^= s >> 7;
+            s ^= s << 17;
+            (s >> 40) as f32 / (1u64 << 24) as f32
+        };
+        (0..n).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect()
+    }
+
+    #[test]
+    fn c001_degenerate_groups_stay_finite_and_leave_others_alone() {
+        let k = 256;
+        let mut w = normal(k, 1);
+        w.extend((0..k).map(|i| if i % 2 == 0 { 1e-30 } else { -1e-30 }));
+        w.extend(vec![0.0; k]);
+        w.extend((0..k).map(|i| if i == 5 { 1e-38 } else { 0.0 }));
+        for dtype in FloatType::ALL {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                let args = QuantArgs { mapping, ..QuantArgs::int4(Granularity::PerGroup(32), dtype) };
+                let all = QuantizedMatrix::quantize(&w, 4, k, args).unwrap();
+                let alone = QuantizedMatrix::quantize(&w[..k], 1, k, args).unwrap();
+                let values = all.dequantize();
+                assert_eq!(values[..k], alone.dequantize()[..]);
+                for (v, x) in values[k..].iter().zip(&w[k..]) {
+                    assert!(v.is_finite() && (v - x).abs() <= 1e-30, "{dtype} {mapping:?}: {x} -> {v}");
+                }
+                let degenerate = QuantizedMatrix::degenerate_groups(&w, 4, k, args).unwrap();
+                assert_eq!(degenerate, (8..32).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn c005_f16_scale_overflow_names_group_and_value() {
+        let mut w = normal(4 * 64, 2);
+        w[2 * 64 + 40] = 6e5;
+        let args = QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16);
+        let err = QuantizedMatrix::quantize(&w, 4, 64, args).unwrap_err();
+        assert!(matches!(err, QuantError::ScaleOverflow { group: 5, hi, .. } if hi == 6e5), "{err}");
+        let args = QuantArgs { scale_dtype: FloatType::Bf16, ..args };
+        assert!(QuantizedMatrix::quantize(&w, 4, 64, args).unwrap().dequantize().iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn c015_error_is_that_of_an_f64_reference_at_every_group_size() {
+        let (n, k) = (64, 4096);
+        let w = normal(n * k, 3);
+        let mut last = 0.0f64;
+        for g in [32, 64, 128, 256, 512, 1024, 2048, 4096] {
+            let q =
+                QuantizedMatrix::quantize(&w, n, k, QuantArgs::int4(Granularity::PerGroup(g), FloatType::F32)).unwrap();
+            let err: f64 = q.dequantize().iter().zip(&w).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+            let reference: f64 = w
+                .chunks(g)
+                .flat_map(|c| {
+                    let s = c.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs())) / 7.5;
+                    c.iter().map(move |&x| {
+                        ((f64::from(x) / s).clamp(-8.0, 7.0).round_ties_even() * s - f64::from(x)).powi(2)
+                    })
+                })
+                .sum::<f64>()
+                .sqrt();
+            assert!((err / reference - 1.0).abs() < 1e-4, "g {g}: {err} against {reference}");
+            assert!(last == 0.0 || err / last < 1.3, "g {g}: {last} -> {err}");
+            last = err;
+        }
+    }
+
+    #[test]
+    fn f022_non_finite_weights_are_refused_with_index_and_count() {
+        let mut w = normal(64, 4);
+        w[7] = f32::NAN;
+        w[40] = f32::INFINITY;
+        let args = QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32);
+        let err = QuantizedMatrix::quantize(&w, 2, 32, args).unwrap_err();
+        assert!(matches!(err, QuantError::NonFinite { index: 7, count: 2, .. }), "{err}");
+    }
+
+    #[test]
+    fn f084_group_size_that_does_not_divide_is_refused() {
+        let args = QuantArgs::int4(Granularity::PerGroup(128), FloatType::F32);
+        let err = QuantizedMatrix::quantize(&[0.0; 3420], 1, 3420, args).unwrap_err();
+        assert_eq!(err, QuantError::GroupNotDividing { k: 3420, group_size: 128 });
+    }
+
+    proptest! {
+        #[test]
+        fn requantizing_the_grid_with_its_own_scales_is_exact(seed in 0u64..1000, gran in 0usize..3, asym: bool, int8: bool, dtype in 0usize..3) {
+            let (n, k) = (6, 96);
+            let w = normal(n * k, seed);
+            let args = QuantArgs {
+                qtype: if int8 { QuantType::Int8 } else { QuantType::Int4 },
+                granularity: [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)][gran],
+                mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
+                scale_dtype: FloatType::ALL[dtype],
+            };
+            let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+            let params: Vec<_> = (0..q.scales.len()).map(|i| q.qparams(i)).collect();
+            let again = QuantizedMatrix::quantize_with(&q.dequantize(), n, k, args, &params).unwrap();
+            prop_assert_eq!(&again, &q);
+            // The reconstruction error is bounded by half a step where nothing clips, one step at the clipped end.
+            for (i, (v, x)) in q.dequantize().iter().zip(&w).enumerate() {
+                let p = q.qparams(q.scale_index(i / k, i % k / q.group_len().max(1)));
+                prop_assert!((v - x).abs() <= p.scale * 1.01, "{} -> {}", x, v);
+            }
+        }
+    }
+}

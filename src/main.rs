@@ -1,0 +1,2 @@
+//! The `dsq` command. Not a library.
+fn main() {}

@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Golden vectors from the Python tools that own each format or layer.
+
+    pip install -r ../conformance/requirements.txt
+    python3 make_golden.py [int4] [llama] [resnet] [versions]      (default: all of them)
+
+Everything is seeded and single-threaded. A test reads the outputs; Python is not needed to run the tests.
+README.md beside this file says what each file holds.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+
+import torch
+from safetensors.torch import save_file
+
+HERE = pathlib.Path(__file__).resolve().parent
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+# ---------------------------------------------------------------- int4_ct
+
+def matrices():
+    """Name -> float32 matrix [out, in]. Row counts that are no multiple of 8 make the zero-point words have a tail."""
+    g = torch.Generator().manual_seed(20240501)
+    normal = lambda n, k, s=1.0: torch.randn(n, k, generator=g) * s
+    out = {
+        "normal_k32": normal(5, 32, 0.05),
+        "normal_k64": normal(8, 64, 0.05),
+        "normal_k96": normal(9, 96, 0.05),
+        "normal_k576": normal(4, 576, 0.05),
+    }
+    half = torch.arange(-8, 8, dtype=torch.float32) + 0.5          # -7.5 .. 7.5: scale 1, every value a tie
+    ties = torch.stack([
+        half.repeat(4),
+        (half * 0.0078125).repeat(4),                               # the same at scale 2^-7
+        (torch.arange(0, 16, dtype=torch.float32) - 0.5).clamp(min=0).repeat(4),
+        torch.cat([torch.tensor([15.0]), torch.arange(0, 15) + 0.5]).repeat(4),   # asymmetric: scale 1, zero -8
+        torch.cat([torch.tensor([-15.0]), -(torch.arange(0, 15) + 0.5)]).repeat(4),
+        torch.cat([torch.tensor([-6.5, 8.5]), torch.arange(-6, 8) + 0.5]).repeat(4),  # zero point at a tie
+    ])
+    out["ties_k64"] = ties.contiguous()
+    zero = normal(5, 96, 0.02)
+    zero[0, 32:64] = 0.0
+    zero[1] = 0.0
+    zero[2, :32] = -0.0
+    zero[3, 64:] = 0.0
+    out["zero_groups_k96"] = zero
+    out["all_zero_k64"] = torch.zeros(3, 64)
+    sign = torch.where(torch.rand(4, 64, generator=g) < 0.5, -1.0, 1.0)
+    out["tiny_1e-30_k64"] = sign * 1e-30
+    out["tiny_1e-38_k64"] = sign * 1e-38
+    mixed = normal(4, 64)
+    mixed[0, :32] *= 1e-30
+    mixed[1, 32:] *= 1e-38
+    mixed[2, :32] *= 1e-6                                           # near the smallest f16 scale
+    mixed[3, 32:] *= 1e-7
+    out["tiny_mixed_k64"] = mixed
+    const = torch.empty(6, 64)
+    for row, c in zip(const, [0.25, -0.25, 1.0, -1e-3, 0.1, 7.5]):
+        row[:] = c
+    const[2, 32:] = -1.0
+    out["constant_k64"] = const
+    outlier = normal(4, 64, 0.02)
+    outlier[0, 3] = 100.0
+    outlier[1, 63] = -100.0
+    outlier[2, 31], outlier[2, 32] = 8.0, -8.0
+    out["outliers_k64"] = outlier
+    one_sided = normal(4, 64).abs() + 0.01
+    one_sided[2:] *= -1
+    out["one_sided_k64"] = one_sided
+    logu = torch.exp(torch.rand(6, 96, generator=g) * 18.0 - 12.0)
+    out["log_uniform_k96"] = logu * torch.where(torch.rand(6, 96, generator=g) < 0.5, -1.0, 1.0)
+    return {k: v.float().contiguous() for k, v in out.items()}
+
+
+def min_max(w, strategy, group):
+    if strategy == "tensor":
+        return torch.aminmax(w)
+    if strategy == "channel":
+        return w.amin(1, keepdim=True), w.amax(1, keepdim=True)
+    parts = w.unflatten(-1, (-1, group))
+    return parts.amin(-1), parts.amax(-1)
+
+
+def int4():
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    tensors, cases = {}, []
+    for mat, w in matrices().items():
+        tensors[f"{mat}.weight"] = w
+        for symmetric in (True, False):
+            for strategy, group in (("group", 32), ("group", 64), ("channel", None), ("tensor", None)):
+                if group and w.shape[1] % group:
+                    continue
+                for storage, dtype in DTYPES.items():
+                    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy=strategy,
+                                            group_size=group, scale_dtype=dtype)
+                    lo, hi = min_max(w, strategy, group)
+                    scale, zero = calculate_qparams(lo, hi, args)
+                    assert scale.dtype == torch.float32 and torch.equal(scale, scale.to(dtype).float())
+                    assert zero.dtype == torch.int8
+                    codes = quantize(w, scale, zero, args, dtype=torch.int8)
+                    value = dequantize(codes, scale, zero, args)
+                    assert value.dtype == torch.float32
+                    assert torch.equal(value, fake_quantize(w, scale, zero, args))
+                    assert torch.isfinite(value).all() and torch.isfinite(scale).all() and (scale > 0).all()
+
+                    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+                    packed = PackedQuantizationCompressor.compress(
+                        {"weight": w, "weight_scale": scale, "weight_zero_point": zero}, scheme)
+                    assert torch.equal(packed["weight_packed"], pack_to_int32(codes, 4))
+                    assert ("weight_zero_point" in packed) == (not symmetric)
+                    if not symmetric and w.shape[0] <= 8 and strategy != "tensor":
+                        # compressed-tensors 0.20.1 cannot decompress a single row of zero-point words
+                        # (its view as bytes meets a transposed tensor of one column): restride it.
+                        words = packed["weight_zero_point"]
+                        copy = torch.empty_strided(words.shape, (1, 1), dtype=torch.int32).copy_(words)
+                        back = PackedQuantizationCompressor.decompress(
+                            packed | {"weight_zero_point": copy}, scheme)["weight"]
+                    else:
+                        back = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+                    assert torch.equal(back, value)
+
+                    name = f"{mat}.{'sym' if symmetric else 'asym'}.{strategy}{group or ''}.{storage}"
+                    tensors[f"{name}.weight_scale"] = scale.to(dtype)
+                    tensors[f"{name}.codes"] = codes
+                    tensors[f"{name}.dequantized"] = value
+                    tensors[f"{name}.weight_packed"] = packed["weight_packed"]
+                    if not symmetric:
+                        tensors[f"{name}.zero_point"] = zero
+                        tensors[f"{name}.weight_zero_point"] = packed["weight_zero_point"]
+                    cases.append({"name": name, "matrix": mat, "shape": list(w.shape), "symmetric": symmetric,
+                                  "strategy": strategy, "group_size": group, "scale_dtype": storage})
+    save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, HERE / "int4_ct.safetensors")
+    (HERE / "int4_ct.json").write_text(
+        "[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
+    print(f"int4_ct: {len(cases)} cases, {(HERE / 'int4_ct.safetensors').stat().st_size} bytes")
+
+
+# ---------------------------------------------------------------- llama_tiny
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    base = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                intermediate_size=96, vocab_size=128, max_position_embeddings=256, rms_norm_eps=1e-5,
+                bos_token_id=0, eos_token_id=0)
+    variants = {
+        "llama_tiny": dict(base, head_dim=16, tie_word_embeddings=True, rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0}),
+        "llama_tiny_untied": dict(base, head_dim=24, tie_word_embeddings=False, rope_parameters={
+            "rope_type": "default", "rope_theta": 1000000.0}),
+        "llama_tiny_llama3rope": dict(base, head_dim=16, tie_word_embeddings=True, rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+    }
+    for seed, (name, kw) in enumerate(variants.items()):
+        g = torch.Generator().manual_seed(1000 + seed)
+        model = LlamaForCausalLM(LlamaConfig(**kw, attn_implementation="eager")).float().eval()
+        for key, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=g)
+            # Large enough that attention is far from uniform and the logits far from zero.
+            p.data = 1.0 + 0.1 * noise if "norm" in key else noise * (0.5 if "embed" in key else 0.18)
+        folder = HERE / name
+        folder.mkdir(exist_ok=True)
+        state = {k: v.contiguous() for k, v in model.state_dict().items()
+                 if not (kw["tie_word_embeddings"] and k == "lm_head.weight")}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+                  "mlp_bias": False, "hidden_act": "silu", **kw}
+        if name == "llama_tiny_untied":
+            # The spelling of transformers before 5: rope_theta and torch_dtype at the top level.
+            config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+            config["torch_dtype"] = "float32"
+        else:
+            config["dtype"] = "float32"
+        write_json(folder / "config.json", config)
+        prompts = [torch.randint(0, 128, (n,), generator=g).tolist() for n in (17, 40)]
+        # Through the folder just written, so that the golden logits belong to the committed files.
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        out = {}
+        with torch.no_grad():
+            for i, ids in enumerate(prompts):
+                out[f"logits.{i}"] = loaded(torch.tensor([ids])).logits[0].contiguous()
+                assert torch.equal(out[f"logits.{i}"], model(torch.tensor([ids])).logits[0])
+        exact = loaded.double()
+        with torch.no_grad():
+            err = max((exact(torch.tensor([ids])).logits[0].float() - out[f"logits.{i}"]).abs().max().item()
+                      for i, ids in enumerate(prompts))
+        write_json(folder / "tokens.json", prompts)
+        save_file(out, folder / "logits.safetensors")
+        print(f"{name}: max |logit| {max(v.abs().max().item() for v in out.values()):.3f}, "
+              f"f32 against f64 {err:.2e}")
+
+
+# ---------------------------------------------------------------- resnet
+
+def resnet():
+    import torch.nn as nn
+
+    folder = HERE / "resnet"
+    folder.mkdir(exist_ok=True)
+    tensors = {}
+    for seed, stride in enumerate((1, 2)):
+        g = torch.Generator().manual_seed(2000 + seed)
+        conv = nn.Conv2d(8, 16, 3, stride=stride, padding=1, bias=False)
+        bn = nn.BatchNorm2d(16)
+        conv.weight.data = torch.randn(conv.weight.shape, generator=g) * 0.2
+        bn.weight.data = torch.rand(16, generator=g) + 0.5
+        bn.bias.data = torch.randn(16, generator=g) * 0.3
+        bn.running_mean = torch.randn(16, generator=g) * 0.5
+        bn.running_var = torch.rand(16, generator=g) * 2 + 0.1
+        bn.eval()
+        x = torch.randn(2, 8, 9, 10, generator=g)
+        with torch.no_grad():
+            y_conv = conv(x)
+            y_bn = bn(y_conv)
+            fused = nn.utils.fusion.fuse_conv_bn_eval(conv.eval(), bn)
+            p = f"stride{stride}"
+            tensors |= {
+                f"{p}.input": x, f"{p}.conv.weight": conv.weight.data, f"{p}.bn.weight": bn.weight.data,
+                f"{p}.bn.bias": bn.bias.data, f"{p}.bn.running_mean": bn.running_mean,
+                f"{p}.bn.running_var": bn.running_var, f"{p}.conv_output": y_conv, f"{p}.bn_output": y_bn,
+                f"{p}.output": torch.relu(y_bn), f"{p}.fused.weight": fused.weight.data,
+                f"{p}.fused.bias": fused.bias.data}
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "conv_bn_relu.safetensors",
+              metadata={"layout": "NCHW, OIHW", "padding": "1", "bn_eps": "1e-5"})
+    print("resnet: conv + batch norm + relu, strides 1 and 2")
+
+
+def versions():
+    lines = [f"python {platform.python_version()}"]
+    for p in ("torch", "transformers", "compressed-tensors", "safetensors", "tokenizers", "numpy", "gguf",
+              "llama-cpp-python"):
+        try:
+            lines.append(f"{p} {importlib.metadata.version(p)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{p} (not installed)")
+    (HERE / "VERSIONS.txt").write_text("\n".join(lines) + "\n")
+    print("; ".join(lines))
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    steps = {"int4": int4, "llama": llama, "resnet": resnet, "versions": versions}
+    for name in sys.argv[1:] or steps:
+        steps[name]()
+
+
+if __name__ == "__main__":
+    main()
