@@ -236,7 +236,7 @@ def resnet():
                 f"{p}.output": torch.relu(y_bn), f"{p}.fused.weight": fused.weight.data,
                 f"{p}.fused.bias": fused.bias.data}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "conv_bn_relu.safetensors",
-              metadata={"layout": "NCHW, OIHW", "padding": "1", "bn_eps": "1e-5"})
+              metadata={"about": "NCHW and OIHW; padding 1; batch norm eps 1e-5"})   # one key: their order is not fixed
     print("resnet: conv + batch norm + relu, strides 1 and 2")
 
 
