@@ -1,0 +1,12 @@
+//! `dsq bench`.
+
+use crate::{Global, error::CliError};
+
+/// Options of `dsq bench`.
+#[derive(clap::Args, Debug)]
+pub struct Args {}
+
+/// Runs the command.
+pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
+    Err(CliError::usage("bench: this command is being built"))
+}

@@ -1,0 +1,12 @@
+//! `dsq tokenize`.
+
+use crate::{Global, error::CliError};
+
+/// Options of `dsq tokenize`.
+#[derive(clap::Args, Debug)]
+pub struct Args {}
+
+/// Runs the command.
+pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
+    Err(CliError::usage("tokenize: this command is being built"))
+}

@@ -1,0 +1,12 @@
+//! `dsq train`.
+
+use crate::{Global, error::CliError};
+
+/// Options of `dsq train`.
+#[derive(clap::Args, Debug)]
+pub struct Args {}
+
+/// Runs the command.
+pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
+    Err(CliError::usage("train: this command is being built"))
+}

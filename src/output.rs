@@ -1,0 +1,24 @@
+//! Writing to stdout and progress bars. A closed pipe ends the process quietly; bars appear only on a terminal.
+
+use std::io::{IsTerminal, Write};
+
+/// Writes `text` and a newline to stdout. When the reader is gone (`dsq ... | head`) the process ends with code 0.
+pub fn line(text: impl AsRef<str>) {
+    let mut out = std::io::stdout().lock();
+    let wrote = writeln!(out, "{}", text.as_ref()).and_then(|()| out.flush());
+    if let Err(e) = wrote {
+        std::process::exit(if e.kind() == std::io::ErrorKind::BrokenPipe { 0 } else { 4 });
+    }
+}
+
+/// A progress bar on stderr with the time left; hidden when stderr is no terminal.
+pub fn progress(total: u64, template: &str) -> indicatif::ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return indicatif::ProgressBar::hidden();
+    }
+    let bar = indicatif::ProgressBar::new(total);
+    if let Ok(style) = indicatif::ProgressStyle::with_template(template) {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar
+}
