@@ -1,0 +1,308 @@
+//! The config of a Llama-like model, in the keys of Hugging Face `transformers` (versions 4 and 5).
+
+use super::LinearSpec;
+use super::fields::{Fields, show};
+use crate::{CheckpointError, Fault, Severity};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases).
+#[derive(Debug, Clone, PartialEq)]
+pub struct LlamaConfig {
+    /// `model_type`; always `llama` today.
+    pub model_type: String,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward block.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Width of a head; even. Not necessarily `hidden_size / num_attention_heads`.
+    pub head_dim: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Longest context.
+    pub max_position_embeddings: usize,
+    /// Epsilon of RMSNorm.
+    pub rms_norm_eps: f32,
+    /// Base of the rotary embedding.
+    pub rope_theta: f32,
+    /// Whether the output matrix is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Beginning-of-sequence token.
+    pub bos_token_id: Option<u32>,
+    /// Tokens that end a sequence.
+    pub eos_token_ids: Vec<u32>,
+    /// Padding token.
+    pub pad_token_id: Option<u32>,
+}
+
+/// Keys that say nothing about what the model computes at inference.
+const WITHOUT_MEANING: [&str; 26] = [
+    "_name_or_path",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "attention_dropout",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "task_specific_params",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "use_return_dict",
+];
+
+impl LlamaConfig {
+    pub(super) fn from_fields(f: &Fields, file: &Path, faults: &mut Vec<Fault>) -> Result<Self, CheckpointError> {
+        let mut defaulted = Vec::new();
+        let mut default = |key: &'static str, value: String| defaulted.push(format!("{key} = {value}"));
+        let hidden_size = f.required("hidden_size", f.size("hidden_size"))?;
+        let intermediate_size = f.required("intermediate_size", f.size("intermediate_size"))?;
+        let num_hidden_layers = f.required("num_hidden_layers", f.integer("num_hidden_layers", 1..=4096))? as usize;
+        let num_attention_heads = f.required("num_attention_heads", f.size("num_attention_heads"))?;
+        let vocab_size = f.required("vocab_size", f.size("vocab_size"))?;
+        let num_key_value_heads = f.size("num_key_value_heads")?.unwrap_or_else(|| {
+            default("num_key_value_heads", format!("num_attention_heads = {num_attention_heads}"));
+            num_attention_heads
+        });
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(f.error(
+                "num_key_value_heads",
+                format!("expected a divisor of num_attention_heads = {num_attention_heads}, got {num_key_value_heads}"),
+            ));
+        }
+        let head_dim = match f.size("head_dim")? {
+            Some(d) => d,
+            None if hidden_size.is_multiple_of(num_attention_heads) => {
+                let d = hidden_size / num_attention_heads;
+                default("head_dim", format!("hidden_size / num_attention_heads = {d}"));
+                d
+            }
+            None => {
+                return Err(f.error(
+                    "num_attention_heads",
+                    format!("expected a divisor of hidden_size = {hidden_size} (no head_dim given), got {num_attention_heads}"),
+                ));
+            }
+        };
+        if !head_dim.is_multiple_of(2) {
+            return Err(f.error("head_dim", format!("expected an even number (rotary pairs), got {head_dim}")));
+        }
+        let max_position_embeddings = f.size("max_position_embeddings")?.unwrap_or_else(|| {
+            default("max_position_embeddings", "2048".into());
+            2048
+        });
+        let rms_norm_eps = f.number("rms_norm_eps")?.unwrap_or_else(|| {
+            default("rms_norm_eps", "1e-6".into());
+            1e-6
+        }) as f32;
+        if rms_norm_eps < 0.0 || !rms_norm_eps.is_finite() {
+            return Err(f.error("rms_norm_eps", format!("expected a small positive number, got {rms_norm_eps}")));
+        }
+        if rms_norm_eps == 0.0 {
+            let what = "an all-zero row would divide by zero; expected a small positive number, got 0";
+            faults.push(Fault::new(Severity::Warning, file, "rms_norm_eps", what));
+        }
+        let tie_word_embeddings = f.boolean("tie_word_embeddings")?.unwrap_or_else(|| {
+            default("tie_word_embeddings", "false".into());
+            false
+        });
+        let rope_theta = rope_theta(f)?.unwrap_or_else(|| {
+            default("rope_theta", "10000".into());
+            10000.0
+        });
+        if f.get("hidden_act").is_none() {
+            default("hidden_act", "silu".into());
+        }
+        f.only("hidden_act", &json!("silu"), "the only activation dsq has for this model")?;
+        f.only("attention_bias", &json!(false), "dsq's llama has no biases")?;
+        f.only("mlp_bias", &json!(false), "dsq's llama has no biases")?;
+        f.only("pretraining_tp", &json!(1), "tensor-parallel slicing is not supported")?;
+        f.only("rope_interleaved", &json!(false), "rotary pairs are half a head apart")?;
+        f.only("is_encoder_decoder", &json!(false), "the model is a decoder")?;
+        f.only("add_cross_attention", &json!(false), "the model is a decoder")?;
+        f.only("partial_rotary_factor", &json!(1.0), "the whole head is rotated")
+            .or_else(|e| f.only("partial_rotary_factor", &json!(1), "the whole head is rotated").map_err(|_| e))?;
+        f.only("sliding_window", &Value::Null, "attention is full")?;
+        f.only("use_sliding_window", &json!(false), "attention is full")?;
+        let bos_token_id = single(f, "bos_token_id", vocab_size)?;
+        let pad_token_id = match f.integer("pad_token_id", -1..=i64::from(u32::MAX))? {
+            Some(-1) => None,
+            _ => single(f, "pad_token_id", vocab_size)?,
+        };
+        let eos_token_ids = f.token_ids("eos_token_id", vocab_size)?;
+        f.refuse_the_rest(&WITHOUT_MEANING)?;
+        if !defaulted.is_empty() {
+            let what = format!("keys absent, defaults taken: {}", defaulted.join(", "));
+            faults.push(Fault::new(Severity::Note, file, "", what));
+        }
+        Ok(Self {
+            model_type: "llama".into(),
+            hidden_size,
+            intermediate_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            vocab_size,
+            max_position_embeddings,
+            rms_norm_eps,
+            rope_theta,
+            tie_word_embeddings,
+            bos_token_id,
+            eos_token_ids,
+            pad_token_id,
+        })
+    }
+
+    /// The keys of `config.json`. Rotary settings are written in the spelling of transformers 4 and in that of 5.
+    pub fn to_json(&self) -> Value {
+        let eos = match self.eos_token_ids.as_slice() {
+            [] => Value::Null,
+            [one] => json!(one),
+            many => json!(many),
+        };
+        json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": self.model_type,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": short(self.rms_norm_eps),
+            "rope_theta": short(self.rope_theta),
+            "rope_parameters": {"rope_type": "default", "rope_theta": short(self.rope_theta)},
+            "hidden_act": "silu",
+            "attention_bias": false,
+            "mlp_bias": false,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": self.pad_token_id,
+        })
+    }
+
+    pub(super) fn linears(&self) -> Vec<LinearSpec> {
+        let (d, ffn) = (self.hidden_size, self.intermediate_size);
+        let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let parts = [
+            ("self_attn.q_proj", q, d),
+            ("self_attn.k_proj", kv, d),
+            ("self_attn.v_proj", kv, d),
+            ("self_attn.o_proj", d, q),
+            ("mlp.gate_proj", ffn, d),
+            ("mlp.up_proj", ffn, d),
+            ("mlp.down_proj", d, ffn),
+        ];
+        let mut out = Vec::new();
+        for i in 0..self.num_hidden_layers {
+            out.extend(
+                parts.map(|(name, n, k)| LinearSpec { module: format!("model.layers.{i}.{name}"), shape: vec![n, k] }),
+            );
+        }
+        if !self.tie_word_embeddings {
+            out.push(LinearSpec { module: "lm_head".into(), shape: vec![self.vocab_size, d] });
+        }
+        out
+    }
+
+    pub(super) fn other_tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let d = self.hidden_size;
+        let mut out = vec![("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, d])];
+        for i in 0..self.num_hidden_layers {
+            out.push((format!("model.layers.{i}.input_layernorm.weight"), vec![d]));
+            out.push((format!("model.layers.{i}.post_attention_layernorm.weight"), vec![d]));
+        }
+        out.push(("model.norm.weight".to_owned(), vec![d]));
+        out
+    }
+}
+
+/// The f64 whose shortest decimal form is that of `x`, so that a config shows 1e-5 and not 9.999999747378752e-6.
+fn short(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or_else(|_| f64::from(x))
+}
+
+fn single(f: &Fields, key: &'static str, vocab: usize) -> Result<Option<u32>, CheckpointError> {
+    let ids = f.token_ids(key, vocab)?;
+    match ids.as_slice() {
+        [] => Ok(None),
+        [one] => Ok(Some(*one)),
+        _ => Err(f.error(key, format!("expected one token id, got {ids:?}"))),
+    }
+}
+
+/// The base of the rotary embedding, from `rope_theta` (transformers 4) or `rope_parameters` (5). Any scaling is
+/// refused by name.
+fn rope_theta(f: &Fields) -> Result<Option<f32>, CheckpointError> {
+    let mut theta = f.number("rope_theta")?;
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(value) = f.get(key) else { continue };
+        if key == "rope_scaling" && value.as_object().is_some_and(serde_json::Map::is_empty) {
+            continue;
+        }
+        let inner = match value {
+            Value::Object(map) => map,
+            _ => return Err(f.error(key, format!("expected an object or null, got {}", show(value)))),
+        };
+        for (k, v) in inner {
+            match k.as_str() {
+                "rope_type" | "type" if v == "default" => {}
+                "rope_theta" => {
+                    let here = v
+                        .as_f64()
+                        .filter(|x| x.is_finite())
+                        .ok_or_else(|| f.error(key, format!("rope_theta: expected a number, got {}", show(v))))?;
+                    if theta.is_some_and(|t| t != here) {
+                        let both = theta.unwrap_or_default();
+                        return Err(f.error(
+                            key,
+                            format!("rope_theta: contradicts the top-level key; expected {both}, got {here}"),
+                        ));
+                    }
+                    theta = Some(here);
+                }
+                "rope_type" | "type" => {
+                    let what = format!("{k}: rotary scaling is not supported; expected \"default\", got {}", show(v));
+                    return Err(f.error(key, what));
+                }
+                "partial_rotary_factor" if v.as_f64() == Some(1.0) => {}
+                _ => {
+                    return Err(f.error(
+                        key,
+                        format!("{k}: rotary scaling is not supported; expected no such key, got {}", show(v)),
+                    ));
+                }
+            }
+        }
+    }
+    match theta {
+        Some(t) if !(t >= 1.0 && t <= f64::from(f32::MAX)) => {
+            Err(f.error("rope_theta", format!("expected a number of at least 1, got {t}")))
+        }
+        t => Ok(t.map(|t| t as f32)),
+    }
+}

@@ -1,0 +1,124 @@
+//! `config.json`: which model the tensors make up. Every key is honoured or refused by name; nothing is ignored that
+//! changes what the model computes.
+
+pub(crate) mod fields;
+mod llama;
+mod resnet;
+
+pub use llama::LlamaConfig;
+pub use resnet::ResNetConfig;
+
+use crate::json::parse_json;
+use crate::{CheckpointError, Fault};
+use fields::{Fields, show};
+use serde_json::Value;
+use std::path::Path;
+
+/// A linear (or convolution) module that a config calls for, as a matrix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinearSpec {
+    /// Full module name, `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// Shape of its weight: `[n, k]`, or `[out, in, kh, kw]` of a convolution.
+    pub shape: Vec<usize>,
+}
+
+impl LinearSpec {
+    /// Outputs `n`.
+    pub fn n(&self) -> usize {
+        self.shape.first().copied().unwrap_or(0)
+    }
+
+    /// Reduction dimension `k`: all dimensions but the first.
+    pub fn k(&self) -> usize {
+        self.shape.iter().skip(1).product()
+    }
+}
+
+/// The architecture of a model.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ModelConfig {
+    /// A Llama-like language model.
+    Llama(LlamaConfig),
+    /// dsq's own residual network for small images.
+    ResNet(ResNetConfig),
+}
+
+impl ModelConfig {
+    /// Reads the text of a `config.json`; `file` is for messages.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] naming the key, for text that is not strict JSON, a missing or wrong value, an
+    /// unknown architecture or a key that dsq does not honour.
+    pub fn from_json(text: &str, file: &Path) -> Result<Self, CheckpointError> {
+        Self::from_value(&parse_json(text.as_bytes(), file)?, file).map(|(config, _)| config)
+    }
+
+    /// Reads a parsed `config.json`; also gives what is worth noting (defaults taken, odd values).
+    pub(crate) fn from_value(value: &Value, file: &Path) -> Result<(Self, Vec<Fault>), CheckpointError> {
+        let fields = Fields::new(value, file, "")?;
+        let model_type = fields.string("model_type")?;
+        let architectures = fields.strings("architectures")?.unwrap_or_default();
+        if let Some(code) = fields.get("auto_map") {
+            return Err(fields
+                .error("auto_map", format!("dsq never runs a model's own code; expected no key, got {}", show(code))));
+        }
+        if architectures.len() > 1 {
+            return Err(fields.error("architectures", format!("expected one architecture, got {architectures:?}")));
+        }
+        let known = |model: &str, architecture: &str| {
+            architectures.iter().all(|a| a == architecture) && model_type.is_none_or(|t| t == model)
+        };
+        let mut faults = Vec::new();
+        let config = if known("llama", "LlamaForCausalLM") && (model_type.is_some() || !architectures.is_empty()) {
+            Self::Llama(LlamaConfig::from_fields(&fields, file, &mut faults)?)
+        } else if model_type == Some(ResNetConfig::MODEL_TYPE) && architectures.is_empty() {
+            Self::ResNet(ResNetConfig::from_fields(&fields)?)
+        } else {
+            let (key, got) = match (model_type, architectures.first()) {
+                (Some(t), Some(a)) if t == "llama" => ("architectures", a.as_str()),
+                (Some(t), _) => ("model_type", t),
+                (None, Some(a)) => ("architectures", a.as_str()),
+                (None, None) => ("model_type", "nothing"),
+            };
+            let problem = format!(
+                "architecture not supported; expected llama (LlamaForCausalLM) or {}, got {got}",
+                ResNetConfig::MODEL_TYPE
+            );
+            return Err(fields.error(key, problem));
+        };
+        Ok((config, faults))
+    }
+
+    /// The keys of `config.json`, without dtype and quantization, which the export adds.
+    pub fn to_json(&self) -> Value {
+        match self {
+            Self::Llama(c) => c.to_json(),
+            Self::ResNet(c) => c.to_json(),
+        }
+    }
+
+    /// The linear and convolution modules that the config calls for, in forward order, `lm_head` last (unless tied).
+    pub fn linears(&self) -> Vec<LinearSpec> {
+        match self {
+            Self::Llama(c) => c.linears(),
+            Self::ResNet(c) => c.linears(),
+        }
+    }
+
+    /// The other tensors that the config calls for, with their shapes: embeddings and norms.
+    pub(crate) fn other_tensors(&self) -> Vec<(String, Vec<usize>)> {
+        match self {
+            Self::Llama(c) => c.other_tensors(),
+            Self::ResNet(_) => Vec::new(),
+        }
+    }
+
+    /// Modules that stay in float unless asked for: `lm_head`, and nothing in a CNN.
+    pub fn default_ignore(&self) -> Vec<String> {
+        match self {
+            Self::Llama(_) => vec!["lm_head".into()],
+            Self::ResNet(_) => Vec::new(),
+        }
+    }
+}
