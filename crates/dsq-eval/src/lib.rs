@@ -1,1 +1,27 @@
-//! (being built)
+//! Metrics with confidence intervals, reports, baselines and verdicts.
+//!
+//! This crate knows no model and runs none: it takes logits (or a closure that makes them), and it compares numbers
+//! with numbers. How each number is defined stands beside the function that computes it; `docs/evaluation.md`
+//! collects the definitions.
+
+mod baseline;
+mod bootstrap;
+mod error;
+mod hardware;
+mod images;
+mod report;
+mod samples;
+mod suite;
+mod text;
+mod verdict;
+
+pub use baseline::{BASELINE_FORMAT, Baseline, BaselineRow};
+pub use bootstrap::{BOOTSTRAP_SEED, Estimate, RESAMPLES, bootstrap_interval};
+pub use error::EvalError;
+pub use hardware::Hardware;
+pub use images::{ImageEval, ImageMetrics, wilson};
+pub use report::{REPORT_FORMAT, Report, Row, table};
+pub use samples::Samples;
+pub use suite::{Fixed, Suite, SuiteRecipe, Tolerance, Tolerances};
+pub use text::{TextEval, TextMetrics, evaluate_text, windows};
+pub use verdict::{Check, Direction, Verdict, compare, direction};

@@ -1,0 +1,361 @@
+//! Perplexity, KL divergence and top-1 agreement of a language model on a token sequence. No tokenizer and no model:
+//! logits come from the caller.
+//!
+//! Definitions. The tokens are cut into windows of `context` tokens that do not overlap; the last one may be shorter
+//! and counts when it has at least two tokens. The model sees each window from an empty cache. A window of `L` tokens
+//! predicts its tokens 2 to `L` (`L - 1` predictions; the logits after the last token are not used). Over all
+//! predictions `t`, with logits `z` in f32 and everything else in f64:
+//!
+//! - perplexity `exp(mean(lse(z_t) - z_t[target_t]))`,
+//! - KL `mean(sum_v p_t[v] (log p_t[v] - log q_t[v]))`, `p` the reference's and `q` the model's probabilities, nats,
+//! - top-1 agreement: the share of predictions where both have the same first choice (lowest index at a tie).
+//!
+//! Intervals: 95% bootstrap over windows ([`crate::bootstrap_interval`]); sums are in the order of the tokens, so the
+//! bits do not depend on the number of threads.
+
+use crate::{Estimate, EvalError, Samples};
+use rayon::prelude::*;
+
+/// What [`evaluate_text`] measured.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TextMetrics {
+    /// Perplexity of the model.
+    pub perplexity: Estimate,
+    /// Mean KL(reference || model) in nats; `None` without a reference.
+    pub kl: Option<Estimate>,
+    /// Share of predictions with the same first choice as the reference, 0 to 1; `None` without a reference.
+    pub top1_agreement: Option<Estimate>,
+    /// Perplexity of the reference on the same predictions; `None` without a reference.
+    pub reference_perplexity: Option<Estimate>,
+    /// `perplexity - reference_perplexity` with its paired interval; `None` without a reference.
+    pub perplexity_difference: Option<Estimate>,
+    /// Number of predictions.
+    pub tokens: usize,
+    /// The sums per window, for paired comparison with another run.
+    pub samples: Samples,
+    /// The reference's own sums per window (no KL); `None` without a reference.
+    pub reference_samples: Option<Samples>,
+}
+
+/// The windows that [`evaluate_text`] feeds to the model, in order.
+///
+/// # Errors
+/// [`EvalError::Setting`] for a context below 2, [`EvalError::TooFew`] for fewer than 2 tokens.
+pub fn windows(tokens: &[u32], context: usize) -> Result<impl Iterator<Item = &[u32]> + Clone, EvalError> {
+    if context < 2 {
+        return Err(EvalError::Setting { field: "context", expected: "at least 2 tokens", got: context.to_string() });
+    }
+    if tokens.len() < 2 {
+        return Err(EvalError::TooFew { what: "tokens of held-out text", least: 2, got: tokens.len() });
+    }
+    Ok(tokens.chunks(context).filter(|w| w.len() >= 2))
+}
+
+/// Collects windows one by one; for callers that batch, cache logits or show progress.
+#[derive(Debug, Clone, Default)]
+pub struct TextEval {
+    tokens: Vec<u32>,
+    nll: Vec<f64>,
+    kl: Vec<f64>,
+    agree: Vec<u32>,
+    reference_nll: Vec<f64>,
+    fed: usize,
+}
+
+/// Sums of one prediction.
+struct Prediction {
+    nll: f64,
+    reference_nll: f64,
+    kl: f64,
+    agree: bool,
+}
+
+impl TextEval {
+    /// Starts with nothing.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds one window: its tokens `[L]`, the model's logits `[L, vocab]` (row major) and the reference's, of the
+    /// same shape. All windows have a reference, or none.
+    ///
+    /// # Errors
+    /// [`EvalError::Shape`] for wrong lengths, a token outside the vocabulary or a reference that comes and goes;
+    /// [`EvalError::NonFinite`] for NaN or infinite logits. Nothing is added then.
+    pub fn window(&mut self, tokens: &[u32], logits: &[f32], reference: Option<&[f32]>) -> Result<(), EvalError> {
+        let len = tokens.len();
+        if len < 2 {
+            return Err(EvalError::TooFew { what: "tokens in a window", least: 2, got: len });
+        }
+        let vocab = logits.len() / len;
+        if vocab == 0 || vocab * len != logits.len() {
+            return Err(shape("logits", format!("a multiple of the window's {len} tokens"), logits.len()));
+        }
+        if let Some(r) = reference
+            && r.len() != logits.len()
+        {
+            return Err(shape("logits of the reference", format!("{len} x {vocab} values, as the model"), r.len()));
+        }
+        if !self.tokens.is_empty() && reference.is_some() == self.kl.is_empty() {
+            return Err(shape("reference", "one for every window or for none".into(), "one for some"));
+        }
+        if let Some((i, &t)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= vocab) {
+            return Err(shape(&format!("token {}", self.fed + i), format!("an id below {vocab} (vocabulary)"), t));
+        }
+        let row = |x: &'_ [f32], i: usize| -> std::ops::Range<usize> {
+            debug_assert!(x.len() >= (i + 1) * vocab);
+            i * vocab..(i + 1) * vocab
+        };
+        let predictions: Vec<Prediction> = (0..len - 1)
+            .into_par_iter()
+            .map(|i| {
+                let target = tokens[i + 1] as usize;
+                let m = Distribution::new(&logits[row(logits, i)], "model", self.fed + i)?;
+                let Some(reference) = reference else {
+                    return Ok(Prediction { nll: m.nll(target), reference_nll: 0.0, kl: 0.0, agree: false });
+                };
+                let r = Distribution::new(&reference[row(reference, i)], "reference", self.fed + i)?;
+                Ok(Prediction {
+                    nll: m.nll(target),
+                    reference_nll: r.nll(target),
+                    kl: r.kl_to(&m),
+                    agree: r.first == m.first,
+                })
+            })
+            .collect::<Result<_, EvalError>>()?;
+        self.fed += len;
+        self.tokens.push(predictions.len() as u32);
+        self.nll.push(predictions.iter().map(|p| p.nll).sum());
+        if reference.is_some() {
+            self.kl.push(predictions.iter().map(|p| p.kl).sum());
+            self.agree.push(predictions.iter().map(|p| u32::from(p.agree)).sum());
+            self.reference_nll.push(predictions.iter().map(|p| p.reference_nll).sum());
+        }
+        Ok(())
+    }
+
+    /// Perplexity so far, for a progress bar; `None` before the first window.
+    pub fn perplexity_so_far(&self) -> Option<f64> {
+        let count: f64 = self.tokens.iter().map(|&t| f64::from(t)).sum();
+        (count > 0.0).then(|| (self.nll.iter().sum::<f64>() / count).exp())
+    }
+
+    /// The metrics of all windows.
+    ///
+    /// # Errors
+    /// [`EvalError::TooFew`] when there was no window.
+    pub fn finish(self) -> Result<TextMetrics, EvalError> {
+        let count = self.tokens.iter().map(|&t| t as usize).sum();
+        let reference_samples = (!self.kl.is_empty()).then(|| Samples::Text {
+            tokens: self.tokens.clone(),
+            nll: self.reference_nll,
+            kl: Vec::new(),
+            agree: Vec::new(),
+        });
+        let samples = Samples::Text { tokens: self.tokens, nll: self.nll, kl: self.kl, agree: self.agree };
+        let perplexity = samples.estimate("perplexity").filter(|_| count > 0).ok_or(EvalError::TooFew {
+            what: "windows of held-out text",
+            least: 1,
+            got: 0,
+        })?;
+        Ok(TextMetrics {
+            perplexity,
+            kl: samples.estimate("kl"),
+            top1_agreement: samples.estimate("top1_agreement"),
+            reference_perplexity: reference_samples.as_ref().and_then(|r| r.estimate("perplexity")),
+            perplexity_difference: reference_samples.as_ref().and_then(|r| samples.paired_difference(r, "perplexity")),
+            tokens: count,
+            samples,
+            reference_samples,
+        })
+    }
+}
+
+/// A closure that gives the logits `[len, vocab]` of a window.
+pub type LogitsFn<'a, E> = &'a mut dyn FnMut(&[u32]) -> Result<Vec<f32>, E>;
+
+/// Evaluates `model` on `tokens` in windows of `context` tokens, against `reference` when there is one (see the
+/// module's definitions). Each closure gets one window and returns its logits `[len, vocab]`.
+///
+/// # Errors
+/// What the closures return, or as [`windows`] and [`TextEval::window`].
+pub fn evaluate_text<E: From<EvalError>>(
+    tokens: &[u32],
+    context: usize,
+    model: LogitsFn<'_, E>,
+    mut reference: Option<LogitsFn<'_, E>>,
+) -> Result<TextMetrics, E> {
+    let mut eval = TextEval::new();
+    for window in windows(tokens, context)? {
+        let logits = model(window)?;
+        let reference = reference.as_mut().map(|r| r(window)).transpose()?;
+        eval.window(window, &logits, reference.as_deref())?;
+    }
+    Ok(eval.finish()?)
+}
+
+/// One row of logits with its log-sum-exp.
+struct Distribution<'a> {
+    logits: &'a [f32],
+    lse: f64,
+    first: usize,
+}
+
+impl<'a> Distribution<'a> {
+    fn new(logits: &'a [f32], side: &'static str, position: usize) -> Result<Self, EvalError> {
+        if let Some(entry) = logits.iter().position(|x| !x.is_finite()) {
+            return Err(EvalError::NonFinite { side, position, entry, value: logits[entry] });
+        }
+        let first = logits.iter().enumerate().fold(0, |best, (i, &x)| if x > logits[best] { i } else { best });
+        let max = f64::from(logits[first]);
+        let lse = max + logits.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln();
+        Ok(Self { logits, lse, first })
+    }
+
+    fn nll(&self, target: usize) -> f64 {
+        self.lse - f64::from(self.logits[target])
+    }
+
+    /// KL(self || other). A divergence is never negative; what the rounding of f64 leaves below zero is cut off.
+    fn kl_to(&self, other: &Distribution<'_>) -> f64 {
+        let shift = self.lse - other.lse;
+        let sum: f64 = self
+            .logits
+            .iter()
+            .zip(other.logits)
+            .map(|(&r, &m)| (f64::from(r) - self.lse).exp() * (f64::from(r) - f64::from(m) - shift))
+            .sum();
+        sum.max(0.0)
+    }
+}
+
+fn shape(what: &str, expected: String, got: impl ToString) -> EvalError {
+    EvalError::Shape { what: what.into(), expected, got: got.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    type Fed<'a> = Result<Vec<f32>, EvalError>;
+
+    #[test]
+    fn perplexity_and_kl_of_a_case_worked_by_hand() {
+        // Vocabulary 2, window [0, 1, 0]: predictions of 1 and of 0. Model logits (0, ln 3): p = (1/4, 3/4).
+        // Reference logits (0, 0): p = (1/2, 1/2).
+        let l3 = 3f32.ln();
+        let mut model = |w: &[u32]| -> Fed<'_> { Ok(w.iter().flat_map(|_| [0.0, l3]).collect()) };
+        let mut reference = |w: &[u32]| -> Fed<'_> { Ok(vec![0.0; w.len() * 2]) };
+        let got = evaluate_text(&[0, 1, 0], 8, &mut model, Some(&mut reference)).unwrap();
+        // exp(-(ln 3/4 + ln 1/4) / 2) = sqrt(16/3); KL = 1/2 ln(2) + 1/2 ln(2/3) = 1/2 ln(4/3).
+        // ln 3 in f32 is off by at most 6e-8, which is the bound on both.
+        assert!((got.perplexity.value - (16f64 / 3.0).sqrt()).abs() < 2e-7, "{got:?}");
+        assert!((got.kl.unwrap().value - 0.5 * (4f64 / 3.0).ln()).abs() < 1e-7);
+        assert!((got.reference_perplexity.unwrap().value - 2.0).abs() < 1e-15);
+        // First choices: model 1, reference 0 (the lowest index at a tie).
+        assert_eq!(got.top1_agreement.unwrap().value, 0.0);
+        assert_eq!(got.tokens, 2);
+        assert!(!got.perplexity.has_interval(), "one window");
+    }
+
+    #[test]
+    fn uniform_logits_have_the_vocabulary_as_perplexity() {
+        let tokens: Vec<u32> = (0..1000).map(|i| i % 37).collect();
+        let mut model = |w: &[u32]| -> Fed<'_> { Ok(vec![1.5; w.len() * 37]) };
+        let got = evaluate_text(&tokens, 64, &mut model, None).unwrap();
+        assert!((got.perplexity.value - 37.0).abs() < 1e-11, "{:?}", got.perplexity);
+        assert!((got.perplexity.high - got.perplexity.low).abs() < 1e-10);
+        // 15 windows of 63 predictions and one of 40 tokens with 39.
+        assert_eq!(got.tokens, 15 * 63 + 39);
+        assert!(got.kl.is_none() && got.top1_agreement.is_none());
+    }
+
+    #[test]
+    fn windows_start_afresh_and_a_lone_last_token_is_left_out() {
+        let tokens: Vec<u32> = (0..9).collect();
+        let lens: Vec<usize> = windows(&tokens, 4).unwrap().map(<[u32]>::len).collect();
+        assert_eq!(lens, [4, 4]);
+        assert!(matches!(windows(&tokens, 1).map(|_| ()), Err(EvalError::Setting { field: "context", .. })));
+        assert!(matches!(windows(&tokens[..1], 4).map(|_| ()), Err(EvalError::TooFew { got: 1, .. })));
+    }
+
+    #[test]
+    fn f112_non_finite_logits_end_with_exit_6_and_name_the_place() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut eval = TextEval::new();
+            eval.window(&[0, 1], &[0.0; 6], None).unwrap();
+            let mut logits = [0.0f32; 12];
+            logits[4] = bad;
+            let err = eval.window(&[0, 1, 2, 0], &logits, None).unwrap_err();
+            assert!(matches!(err, EvalError::NonFinite { position: 3, entry: 1, .. }), "{err}");
+            assert_eq!(err.exit_code(), 6);
+            let err = TextEval::new().window(&[0, 1], &[0.0; 6], Some(&[bad; 6])).unwrap_err();
+            assert!(err.to_string().starts_with("logits of the reference: position 0, entry 0"), "{err}");
+        }
+    }
+
+    #[test]
+    fn wrong_shapes_are_refused() {
+        let mut eval = TextEval::new();
+        assert_eq!(eval.window(&[0, 1], &[0.0; 5], None).unwrap_err().exit_code(), 3);
+        assert!(eval.window(&[0, 1], &[0.0; 6], Some(&[0.0; 4])).is_err());
+        assert!(eval.window(&[0, 3], &[0.0; 6], None).unwrap_err().to_string().contains("below 3"));
+        eval.window(&[0, 1], &[0.0; 6], None).unwrap();
+        assert!(eval.window(&[0, 1], &[0.0; 6], Some(&[0.0; 6])).is_err());
+        assert_eq!(TextEval::new().finish().unwrap_err().exit_code(), 3);
+    }
+
+    /// Pseudo-random logits in [-8, 8).
+    fn noise(len: usize, seed: u64) -> Vec<f32> {
+        (0..len as u64)
+            .map(|i| {
+                let mut s = (seed << 32 | i).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                s = (s ^ s >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+                ((s ^ s >> 32) >> 40) as f32 / (1u64 << 20) as f32 - 8.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn bits_do_not_depend_on_the_number_of_threads() {
+        let tokens: Vec<u32> = (0..64).map(|i| i * 5 % 50).collect();
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                let mut eval = TextEval::new();
+                eval.window(&tokens, &noise(64 * 50, 1), Some(&noise(64 * 50, 2))).unwrap();
+                eval.finish().unwrap()
+            })
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    proptest! {
+        #[test]
+        fn constants_do_not_matter_and_kl_is_zero_only_on_the_same(seed in 0u64..10_000, shift in -100i32..100) {
+            let (len, vocab) = (12, 33);
+            let tokens: Vec<u32> = (0..len as u32).map(|i| i * 7 % vocab as u32).collect();
+            let (a, b) = (noise(len * vocab, seed), noise(len * vocab, seed + 10_000));
+            // The logits are multiples of 2^-20 below 8 and the shift an integer below 128: a step of 2^-16 keeps the sum exact in f32.
+            let coarse: Vec<f32> = a.iter().map(|x| (x * 65536.0).round() / 65536.0).collect();
+            let moved: Vec<f32> = coarse.iter().map(|x| x + shift as f32).collect();
+            let eval = |m: &[f32], r: &[f32]| {
+                let mut e = TextEval::new();
+                e.window(&tokens, m, Some(r)).unwrap();
+                e.finish().unwrap()
+            };
+            let (plain, shifted) = (eval(&coarse, &b), eval(&moved, &b));
+            prop_assert!((plain.perplexity.value / shifted.perplexity.value - 1.0).abs() < 1e-12);
+            prop_assert!((plain.kl.unwrap().value - shifted.kl.unwrap().value).abs() < 1e-12);
+            prop_assert_eq!(plain.top1_agreement, shifted.top1_agreement);
+            prop_assert!(plain.kl.unwrap().value > 0.0);
+            let same = eval(&coarse, &coarse);
+            prop_assert_eq!(same.kl.unwrap().value, 0.0);
+            prop_assert_eq!(same.top1_agreement.unwrap().value, 1.0);
+            prop_assert_eq!(same.perplexity_difference.unwrap().value, 0.0);
+            // The same against a constant: zero but for the rounding of f64.
+            prop_assert!(eval(&moved, &coarse).kl.unwrap().value < 1e-12);
+        }
+    }
+}
