@@ -3,11 +3,19 @@
 //!
 //! This crate owns no formula (see `dsq-quant`), computes no forward pass and prints nothing.
 
+mod checkpoint;
+mod checks;
 mod config;
 mod error;
+mod folder;
 mod json;
+mod packed;
+mod quantization;
+mod safetensors;
 mod tensor;
 
+pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use config::{LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
 pub use error::{CheckpointError, Fault, Severity, printable};
+pub use quantization::{QuantizationConfig, QuantizationGroup};
 pub use tensor::{ConversionLoss, Dtype, NamedTensor, TensorData, TensorInfo, conversion_loss};

@@ -76,7 +76,7 @@ impl ModelConfig {
             Self::ResNet(ResNetConfig::from_fields(&fields)?)
         } else {
             let (key, got) = match (model_type, architectures.first()) {
-                (Some(t), Some(a)) if t == "llama" => ("architectures", a.as_str()),
+                (Some("llama"), Some(a)) => ("architectures", a.as_str()),
                 (Some(t), _) => ("model_type", t),
                 (None, Some(a)) => ("architectures", a.as_str()),
                 (None, None) => ("model_type", "nothing"),

@@ -1,0 +1,450 @@
+//! [`Checkpoint`]: a model's config and tensors under their Hugging Face names, whatever the files are. Not a model
+//! (no forward pass) and not a writer (see `export.rs`).
+
+use crate::config::fields::Fields;
+use crate::folder::Folder;
+use crate::json::{parse_json, read_bounded, read_json};
+use crate::packed::{StoredZeros, stored_scale_shape, stored_zero_shape, unpack};
+use crate::quantization::QuantizationConfig;
+use crate::tensor::floats_from_bytes;
+use crate::{CheckpointError, Dtype, Fault, ModelConfig, TensorInfo};
+use dsq_quant::{FloatType, Mapping, QParams, QuantArgs, QuantizedMatrix, packed_words};
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+
+/// Files beside the weights that belong to a model; an export copies them byte for byte.
+pub const AUX_FILES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// Largest file beside the weights that is read.
+const MAX_AUX_BYTES: u64 = 1 << 30;
+
+/// A model on disk: a Hugging Face folder (float or compressed-tensors) or one GGUF file.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    config: ModelConfig,
+    quantization: Option<QuantizationConfig>,
+    source: Source,
+    faults: Vec<Fault>,
+}
+
+/// Where the tensors come from.
+#[derive(Debug)]
+enum Source {
+    Folder(Folder),
+}
+
+/// The weight of a linear or convolution module as a matrix.
+#[derive(Debug, Clone, PartialEq)]
+pub enum LinearWeight {
+    /// Float, `[n, k]` row major.
+    Float {
+        /// Outputs.
+        n: usize,
+        /// Reduction dimension (all dimensions of the weight but the first).
+        k: usize,
+        /// Values.
+        data: Vec<f32>,
+    },
+    /// Codes on a grid.
+    Quantized(QuantizedMatrix),
+}
+
+impl LinearWeight {
+    /// The values, `[n, k]` row major, dequantized where they are codes.
+    pub fn into_f32(self) -> Vec<f32> {
+        match self {
+            LinearWeight::Float { data, .. } => data,
+            LinearWeight::Quantized(q) => q.dequantize(),
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Opens a model and makes all static checks: headers, index, config, shapes of every tensor that the config calls
+    /// for. Reads no weight.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] (exit code 3) or [`CheckpointError::Io`] (4).
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => CheckpointError::invalid(path, "", "no such file or folder"),
+            _ => CheckpointError::io(path, "open", e),
+        })?;
+        if meta.is_dir() { Self::open_folder(path) } else { Self::open_file(path) }
+    }
+
+    fn open_folder(dir: &Path) -> Result<Self, CheckpointError> {
+        let file = dir.join("config.json");
+        let value = read_json(&file)?;
+        let (config, mut faults) = ModelConfig::from_value(&value, &file)?;
+        let quantization = match value.get("quantization_config").filter(|v| !v.is_null()) {
+            Some(v) => Some(QuantizationConfig::from_value(v, &file)?),
+            None => None,
+        };
+        let mut folder = Folder::open(dir)?;
+        faults.append(&mut folder.faults);
+        let mut out = Self { path: dir.to_path_buf(), config, quantization, source: Source::Folder(folder), faults };
+        let found = crate::checks::check_tensors(&out)?;
+        out.faults.extend(found);
+        Ok(out)
+    }
+
+    fn open_file(path: &Path) -> Result<Self, CheckpointError> {
+        let (_, _) = crate::json::open_regular(path)?;
+        let problem = "expected a model folder or a GGUF file, got another file";
+        let hint = "give the folder that holds config.json and model.safetensors";
+        Err(CheckpointError::invalid(path, "", problem).with_hint(hint))
+    }
+
+    /// The folder or file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The parsed `quantization_config`, if the model is quantized in compressed-tensors form.
+    pub fn quantization(&self) -> Option<&QuantizationConfig> {
+        self.quantization.as_ref()
+    }
+
+    /// The names of all tensors, in file order.
+    pub fn names(&self) -> Vec<String> {
+        match &self.source {
+            Source::Folder(f) => f.names().map(str::to_owned).collect(),
+        }
+    }
+
+    /// Type, shape and size of a tensor.
+    pub fn info(&self, name: &str) -> Option<TensorInfo> {
+        match &self.source {
+            Source::Folder(f) => f.find(name).map(|(_, e)| e.info()),
+        }
+    }
+
+    /// The stored dtype of a tensor, where it is one of safetensors (not in a GGUF file).
+    pub fn dtype(&self, name: &str) -> Option<Dtype> {
+        match &self.source {
+            Source::Folder(f) => f.find(name).map(|(_, e)| e.dtype),
+        }
+    }
+
+    /// A float tensor as f32, row major. F16 and BF16 widen exactly; GGUF blocks are dequantized.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for a tensor that is absent or no float; I/O errors.
+    pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) => {
+                let (dtype, bytes) = self.read_stored(name)?;
+                let float = dtype.float().ok_or_else(|| {
+                    self.invalid(
+                        name,
+                        format!("not a float tensor that can be read; expected F32, F16 or BF16, got {dtype}"),
+                    )
+                })?;
+                Ok(floats_from_bytes(&bytes, float))
+            }
+        }
+    }
+
+    /// The stored bytes of a tensor (little endian) and their dtype; only of safetensors.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for a tensor that is absent; I/O errors.
+    pub fn read_stored(&self, name: &str) -> Result<(Dtype, Vec<u8>), CheckpointError> {
+        match &self.source {
+            Source::Folder(f) => {
+                let (file, entry) = f.find(name).ok_or_else(|| self.missing(name))?;
+                Ok((entry.dtype, file.read(entry)?))
+            }
+        }
+    }
+
+    /// SHA-256 of a tensor's bytes on disk, in hex.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_stored`].
+    pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
+        }
+    }
+
+    /// Whether the weight of a module is stored as codes.
+    pub fn is_quantized(&self, module: &str) -> bool {
+        self.info(&format!("{module}.weight_packed")).is_some()
+    }
+
+    /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for tensors that are absent or do not fit together, [`CheckpointError::Quant`] for
+    /// scales and zero points that cannot be used; I/O errors.
+    pub fn linear(&self, module: &str) -> Result<LinearWeight, CheckpointError> {
+        if self.is_quantized(module) {
+            return self.quantized(module).map(LinearWeight::Quantized);
+        }
+        let mut name = format!("{module}.weight");
+        if module == "lm_head" && matches!(&self.config, ModelConfig::Llama(c) if c.tie_word_embeddings) {
+            name = "model.embed_tokens.weight".into();
+        }
+        let info = self.info(&name).ok_or_else(|| self.missing(&name))?;
+        let (Some(&n), true) = (info.shape.first(), info.shape.len() >= 2) else {
+            return Err(self.invalid(&name, format!("expected a matrix, got shape {:?}", info.shape)));
+        };
+        let data = self.read_f32(&name)?;
+        Ok(LinearWeight::Float { n, k: info.shape[1..].iter().product(), data })
+    }
+
+    /// The bias of a module, `[n]`.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`].
+    pub fn bias(&self, module: &str) -> Result<Option<Vec<f32>>, CheckpointError> {
+        let name = format!("{module}.bias");
+        if self.info(&name).is_none() { Ok(None) } else { self.read_f32(&name).map(Some) }
+    }
+
+    /// Static quantization of a module's input: scheme, scale and zero point (`input_scale`, `input_zero_point`).
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] when the config calls for them and they are absent or cannot be used.
+    pub fn activation(&self, module: &str) -> Result<Option<(QuantArgs, QParams)>, CheckpointError> {
+        let Some(mut args) = self.group_args(module).and_then(|(_, a)| a) else { return Ok(None) };
+        let name = format!("{module}.input_scale");
+        let scale = self.one(&name, |dtype| dtype.float().is_some())?;
+        args.scale_dtype = scale.0.float().unwrap_or_default();
+        let scale = floats_from_bytes(&scale.1, args.scale_dtype)[0];
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(self.invalid(&name, format!("expected a finite positive number, got {scale}")));
+        }
+        let zero = if args.mapping == Mapping::Asymmetric {
+            let name = format!("{module}.input_zero_point");
+            let zero = i32::from(self.one(&name, |dtype| dtype == Dtype::I8)?.1[0] as i8);
+            let range = args.qtype.qmin()..=args.qtype.qmax();
+            if !range.contains(&zero) {
+                let problem = format!("expected {} to {}, got {zero}", range.start(), range.end());
+                return Err(self.invalid(&name, problem));
+            }
+            zero
+        } else {
+            0
+        };
+        Ok(Some((args, QParams { scale, zero })))
+    }
+
+    /// A tensor of one element and a dtype that `allowed` accepts.
+    fn one(&self, name: &str, allowed: impl Fn(Dtype) -> bool) -> Result<(Dtype, Vec<u8>), CheckpointError> {
+        let info = self.info(name).ok_or_else(|| self.missing(name))?;
+        let (dtype, bytes) = self.read_stored(name)?;
+        if info.shape.iter().product::<usize>() != 1 || !allowed(dtype) {
+            let problem = format!("expected one value of the scheme's dtype, got {dtype} {:?}", info.shape);
+            return Err(self.invalid(name, problem));
+        }
+        Ok((dtype, bytes))
+    }
+
+    /// Weight and activation scheme of a module, by the quantization config.
+    pub(crate) fn group_args(&self, module: &str) -> Option<(QuantArgs, Option<QuantArgs>)> {
+        let rank = self.info(&format!("{module}.weight_shape")).and_then(|i| i.shape.first().copied());
+        let class = if rank == Some(4) { "Conv2d" } else { "Linear" };
+        self.quantization.as_ref()?.group_for(module, class).map(|g| (g.weights, g.activations))
+    }
+
+    fn quantized(&self, module: &str) -> Result<QuantizedMatrix, CheckpointError> {
+        let name = |suffix: &str| format!("{module}.{suffix}");
+        let Some((mut args, _)) = self.group_args(module) else {
+            let problem =
+                "packed weight of a module that quantization_config does not name; expected a scheme, got none";
+            return Err(self.invalid(&name("weight_packed"), problem));
+        };
+        let shape = self.ints::<8>(&name("weight_shape"), Dtype::I64)?;
+        let shape: Vec<usize> =
+            shape.into_iter().map(|b| i64::from_le_bytes(b).try_into().unwrap_or(usize::MAX)).collect();
+        // 2^48 elements: far above any tensor, and far below where word counts would overflow.
+        let size = shape.iter().try_fold(1usize, |acc, &d| acc.checked_mul(d)).filter(|&s| s <= 1 << 48);
+        let (Some(&n), Some(size), 2..) = (shape.first(), size, shape.len()) else {
+            return Err(self.invalid(&name("weight_shape"), format!("expected [out, in], got {shape:?}")));
+        };
+        let k = size.checked_div(n).unwrap_or(0);
+        if n == 0 || k == 0 {
+            return Err(
+                self.invalid(&name("weight_shape"), format!("expected at least one row and column, got {shape:?}"))
+            );
+        }
+        args.scale_shape(n, k).map_err(|e| CheckpointError::invalid(&self.path, module, e.to_string()))?;
+        let bits = args.qtype.bits();
+        self.expect_tensor(&name("weight_packed"), "I32", &[n, packed_words(k, bits)])?;
+        let (dtype, bytes) = self.read_stored(&name("weight_scale"))?;
+        args.scale_dtype = dtype
+            .float()
+            .ok_or_else(|| self.invalid(&name("weight_scale"), format!("expected F32, F16 or BF16, got {dtype}")))?;
+        self.expect_tensor(&name("weight_scale"), dtype.name(), &stored_scale_shape(&args, n, k))?;
+        let scales = floats_from_bytes(&bytes, args.scale_dtype);
+        let zeros = self.stored_zeros(module, &args, n, k)?;
+        let words: Vec<i32> =
+            self.ints::<4>(&name("weight_packed"), Dtype::I32)?.into_iter().map(i32::from_le_bytes).collect();
+        unpack(&self.path, module, args, n, k, &words, scales, &zeros)
+    }
+
+    fn stored_zeros(&self, module: &str, args: &QuantArgs, n: usize, k: usize) -> Result<StoredZeros, CheckpointError> {
+        let name = format!("{module}.weight_zero_point");
+        if args.mapping == Mapping::Symmetric {
+            if self.info(&name).is_some() {
+                let problem = "zero points of a symmetric scheme; expected no such tensor, got one";
+                return Err(self.invalid(&name, problem));
+            }
+            return Ok(StoredZeros::None);
+        }
+        let (dtype, shape) = stored_zero_shape(args, n, k);
+        self.expect_tensor(&name, dtype, &shape)?;
+        if dtype == "I8" {
+            return Ok(StoredZeros::One(self.read_stored(&name)?.1[0] as i8));
+        }
+        let words = self.ints::<4>(&name, Dtype::I32)?.into_iter().map(i32::from_le_bytes).collect();
+        Ok(StoredZeros::Packed(words))
+    }
+
+    fn ints<const N: usize>(&self, name: &str, dtype: Dtype) -> Result<Vec<[u8; N]>, CheckpointError> {
+        let (got, bytes) = self.read_stored(name)?;
+        if got != dtype {
+            return Err(self.invalid(name, format!("expected {dtype}, got {got}")));
+        }
+        let (chunks, _) = bytes.as_chunks::<N>();
+        Ok(chunks.to_vec())
+    }
+
+    fn expect_tensor(&self, name: &str, dtype: &str, shape: &[usize]) -> Result<(), CheckpointError> {
+        let info = self.info(name).ok_or_else(|| self.missing(name))?;
+        if info.dtype != dtype || info.shape != shape {
+            let problem = format!("expected {dtype} {shape:?}, got {} {:?}", info.dtype, info.shape);
+            return Err(self.invalid(name, problem));
+        }
+        Ok(())
+    }
+
+    /// `tokenizer.json`: the file of the folder, or rebuilt from a GGUF file's keys.
+    ///
+    /// # Errors
+    /// I/O errors; [`CheckpointError::Invalid`] when it cannot be rebuilt.
+    pub fn tokenizer_json(&self) -> Result<Option<Vec<u8>>, CheckpointError> {
+        self.aux_file("tokenizer.json")
+    }
+
+    /// The chat template: `chat_template.jinja`, or the one in `tokenizer_config.json`, or the GGUF key.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for a template that is no text; I/O errors.
+    pub fn chat_template(&self) -> Result<Option<String>, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) => {
+                if let Some(bytes) = self.aux_file("chat_template.jinja")? {
+                    let file = self.path.join("chat_template.jinja");
+                    let text = String::from_utf8(bytes)
+                        .map_err(|_| CheckpointError::invalid(&file, "", "expected UTF-8 text, got other bytes"))?;
+                    return Ok(Some(text));
+                }
+                let file = self.path.join("tokenizer_config.json");
+                let Some(bytes) = self.aux_file("tokenizer_config.json")? else { return Ok(None) };
+                chat_template_of(&parse_json(&bytes, &file)?, &file)
+            }
+        }
+    }
+
+    /// A file beside the weights by its name in [`AUX_FILES`]; `None` when the model has none.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::tokenizer_json`].
+    pub fn aux_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) => {
+                let path = self.path.join(name);
+                if path.symlink_metadata().is_err() {
+                    return Ok(None);
+                }
+                read_bounded(&path, MAX_AUX_BYTES).map(Some)
+            }
+        }
+    }
+
+    /// All files beside the weights that the model has, with their names.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::aux_file`].
+    pub fn aux_files(&self) -> Result<Vec<(String, Vec<u8>)>, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) => {
+                let mut out = Vec::new();
+                for name in AUX_FILES {
+                    if let Some(bytes) = self.aux_file(name)? {
+                        out.push((name.to_owned(), bytes));
+                    }
+                }
+                Ok(out)
+            }
+        }
+    }
+
+    /// The dtype of most weights, for the keys `dtype` and `torch_dtype`; F32 for a GGUF file.
+    pub fn main_dtype(&self) -> FloatType {
+        let mut bytes = [0u64; 3];
+        for name in self.names() {
+            let float = self.dtype(&name).and_then(Dtype::float);
+            if let (Some(t), Some(info)) = (float, self.info(&name)) {
+                bytes[FloatType::ALL.iter().position(|a| *a == t).unwrap_or(0)] += info.bytes;
+            }
+        }
+        let best = (0..3).max_by_key(|&i| (bytes[i], std::cmp::Reverse(i))).unwrap_or(0);
+        FloatType::ALL[best]
+    }
+
+    /// What is worth knowing or wrong, found at open and by reading every tensor: non-finite values, values so large
+    /// that the bytes are most likely swapped, parameters that cannot be used.
+    pub fn faults(&self) -> Vec<Fault> {
+        let mut faults = self.faults.clone();
+        faults.extend(crate::checks::lint(self));
+        faults
+    }
+
+    pub(crate) fn invalid(&self, field: &str, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::invalid(&self.path, field, problem)
+    }
+
+    pub(crate) fn missing(&self, name: &str) -> CheckpointError {
+        self.invalid(name, "expected this tensor, got nothing")
+    }
+}
+
+/// SHA-256 in hex.
+pub(crate) fn hex_sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The template in `tokenizer_config.json`: a string, or a list of named ones, of which `default` counts.
+fn chat_template_of(value: &serde_json::Value, file: &Path) -> Result<Option<String>, CheckpointError> {
+    let f = Fields::new(value, file, "")?;
+    match f.get("chat_template") {
+        Some(serde_json::Value::Array(list)) => {
+            let named = list.iter().find(|t| t.get("name").and_then(|n| n.as_str()) == Some("default"));
+            let text = named.and_then(|t| t.get("template")).and_then(|t| t.as_str());
+            text.map(|t| Some(t.to_owned()))
+                .ok_or_else(|| f.error("chat_template", "expected a template named \"default\", got none"))
+        }
+        _ => Ok(f.string("chat_template")?.map(str::to_owned)),
+    }
+}

@@ -1,0 +1,235 @@
+//! Checks of a whole model: the tensors that the config calls for exist with the right types and shapes (made at
+//! open), and a lint over the values (made by `dsq inspect`).
+
+use crate::packed::{stored_scale_shape, stored_zero_shape};
+use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, Severity, printable};
+use dsq_quant::{Mapping, packed_words};
+use std::collections::HashSet;
+
+/// How many problems an error lists.
+const LISTED: usize = 10;
+
+/// Checks names, types and shapes of every tensor against the config; returns warnings.
+///
+/// # Errors
+/// [`CheckpointError::Invalid`] listing the first ten problems.
+pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointError> {
+    let mut problems = Vec::new();
+    let mut used: HashSet<String> = HashSet::new();
+    for (name, shape) in ckpt.config().other_tensors() {
+        expect_float(ckpt, &name, &shape, &mut problems);
+        used.insert(name);
+    }
+    for spec in ckpt.config().linears() {
+        check_linear(ckpt, &spec, &mut problems, &mut used);
+    }
+    let mut faults = Vec::new();
+    for name in ckpt.names() {
+        if !used.contains(&name) {
+            check_unused(ckpt, &name, &mut problems, &mut faults);
+        }
+    }
+    if problems.is_empty() {
+        return Ok(faults);
+    }
+    let total = problems.len();
+    problems.truncate(LISTED);
+    let (field, first) = problems.remove(0);
+    let mut text = first;
+    if total > 1 {
+        let rest: Vec<_> = problems.iter().map(|(f, p)| format!("{}: {p}", printable(f))).collect();
+        text = format!("{text}; {total} tensors do not fit the config, also: {}", rest.join("; "));
+    }
+    let mut e = ckpt.invalid(&field, text);
+    if let Some(near) = nearest(ckpt, &field) {
+        e = e.with_hint(format!("the nearest name in the file is {}", printable(&near)));
+    }
+    Err(e)
+}
+
+type Problems = Vec<(String, String)>;
+
+fn expect_float(ckpt: &Checkpoint, name: &str, shape: &[usize], problems: &mut Problems) {
+    let Some(info) = ckpt.info(name) else {
+        problems.push((name.into(), "expected this tensor, got nothing".into()));
+        return;
+    };
+    if info.shape != shape {
+        problems.push((name.into(), format!("expected shape {shape:?}, got {:?}", info.shape)));
+    } else if ckpt.dtype(name).is_some_and(|d| d.float().is_none()) {
+        problems.push((name.into(), format!("expected F32, F16 or BF16, got {}", info.dtype)));
+    }
+}
+
+fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, used: &mut HashSet<String>) {
+    let name = |suffix: &str| format!("{}.{suffix}", spec.module);
+    let (n, k) = (spec.n(), spec.k());
+    for suffix in ["weight", "bias", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"] {
+        used.insert(name(suffix));
+    }
+    if ckpt.info(&name("bias")).is_some() {
+        if matches!(ckpt.config(), ModelConfig::Llama(_)) {
+            problems.push((name("bias"), "dsq's llama has no biases; expected no such tensor, got one".into()));
+        } else {
+            expect_float(ckpt, &name("bias"), &[n], problems);
+        }
+    }
+    let class = if spec.shape.len() == 4 { "Conv2d" } else { "Linear" };
+    let group = ckpt.quantization().and_then(|q| q.group_for(&spec.module, class));
+    let Some(group) = group else {
+        if ckpt.info(&name("weight_packed")).is_some() {
+            let what = "packed weight of a module that quantization_config does not name; expected a scheme, got none";
+            problems.push((name("weight_packed"), what.into()));
+        } else {
+            expect_float(ckpt, &name("weight"), &spec.shape, problems);
+        }
+        return;
+    };
+    if ckpt.info(&name("weight")).is_some() && ckpt.info(&name("weight_packed")).is_some() {
+        problems.push((name("weight"), "float weight beside a packed one; expected one of them, got both".into()));
+    }
+    if let Err(e) = group.weights.scale_shape(n, k) {
+        problems.push((spec.module.clone(), e.to_string()));
+        return;
+    }
+    let mut expect = |suffix: &str, dtype: Option<&str>, shape: &[usize]| {
+        let name = name(suffix);
+        let problem = match ckpt.info(&name) {
+            None => "expected this tensor, got nothing".into(),
+            Some(i) if i.shape != shape => format!("expected shape {shape:?}, got {:?}", i.shape),
+            Some(i) if dtype.is_some_and(|d| d != i.dtype) => {
+                format!("expected {}, got {}", dtype.unwrap_or_default(), i.dtype)
+            }
+            Some(i) if dtype.is_none() && Dtype::parse(&i.dtype).and_then(Dtype::float).is_none() => {
+                format!("expected F32, F16 or BF16, got {}", i.dtype)
+            }
+            Some(_) => return,
+        };
+        problems.push((name, problem));
+    };
+    expect("weight_packed", Some("I32"), &[n, packed_words(k, group.weights.qtype.bits())]);
+    expect("weight_scale", None, &stored_scale_shape(&group.weights, n, k));
+    expect("weight_shape", Some("I64"), &[spec.shape.len()]);
+    let zero = name("weight_zero_point");
+    if group.weights.mapping == Mapping::Asymmetric {
+        let (dtype, shape) = stored_zero_shape(&group.weights, n, k);
+        expect("weight_zero_point", Some(dtype), &shape);
+    } else if ckpt.info(&zero).is_some() {
+        problems.push((zero, "zero points of a symmetric scheme; expected no such tensor, got one".into()));
+    }
+    if let Some(activations) = &group.activations {
+        let (scale, zero) = (name("input_scale"), name("input_zero_point"));
+        expect_one(ckpt, &scale, problems);
+        if activations.mapping == Mapping::Asymmetric {
+            expect_one(ckpt, &zero, problems);
+        }
+        used.extend([scale, zero]);
+    }
+}
+
+fn expect_one(ckpt: &Checkpoint, name: &str, problems: &mut Problems) {
+    match ckpt.info(name) {
+        None => problems.push((name.into(), "expected this tensor, got nothing".into())),
+        Some(i) if i.shape.iter().product::<usize>() != 1 => {
+            problems.push((name.into(), format!("expected one value, got shape {:?}", i.shape)));
+        }
+        Some(_) => {}
+    }
+}
+
+/// A tensor that the config does not call for: more layers than the config has is an error, a bias or quantization
+/// tensor that would be ignored too; anything else is a warning.
+fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: &mut Vec<Fault>) {
+    if let ModelConfig::Llama(c) = ckpt.config() {
+        if name.ends_with("rotary_emb.inv_freq") {
+            return; // Written by old versions of transformers; follows from the config.
+        }
+        if name == "lm_head.weight" && c.tie_word_embeddings {
+            let what = "not used: tie_word_embeddings is true, so the embedding is the output matrix";
+            faults.push(Fault::new(Severity::Warning, ckpt.path(), name, what));
+            return;
+        }
+        let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
+        if let Some(i) = layer.filter(|i: &usize| *i >= c.num_hidden_layers) {
+            let what = format!("expected layers below num_hidden_layers = {}, got layer {i}", c.num_hidden_layers);
+            problems.push((name.into(), what));
+            return;
+        }
+    }
+    let last = name.rsplit('.').next().unwrap_or_default();
+    if ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale"].contains(&last) {
+        problems.push((name.into(), "quantization tensor that quantization_config does not call for".into()));
+        return;
+    }
+    let known_cnn = matches!(ckpt.config(), ModelConfig::ResNet(_)) && name.contains("bn");
+    if !known_cnn {
+        faults.push(Fault::new(Severity::Warning, ckpt.path(), name, "tensor that the config does not call for"));
+    }
+}
+
+/// The tensor name most like `wanted`, when it is near enough to be meant.
+fn nearest(ckpt: &Checkpoint, wanted: &str) -> Option<String> {
+    if ckpt.info(wanted).is_some() {
+        return None;
+    }
+    // A missing or another prefix is the usual cause: `layers.0...` for `model.layers.0...`.
+    let bare = wanted.strip_prefix("model.").unwrap_or(wanted);
+    let names = ckpt.names();
+    if let Some(name) = names.iter().find(|n| n.ends_with(bare)) {
+        return Some(name.clone());
+    }
+    let scored = names.into_iter().take(100_000).map(|n| (strsim::jaro_winkler(&n, wanted), n));
+    scored.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(score, _)| *score > 0.9).map(|(_, n)| n)
+}
+
+/// Reads every tensor and lists what is wrong with the values.
+pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    for name in ckpt.names() {
+        if let Some(module) = name.strip_suffix(".weight_packed") {
+            if let Err(e) = ckpt.linear(module).and_then(|_| ckpt.activation(module)) {
+                faults.push(fault_of(ckpt, &name, &e));
+            }
+            continue;
+        }
+        if ckpt.dtype(&name).is_some_and(|d| d.float().is_none()) {
+            continue;
+        }
+        match ckpt.read_f32(&name) {
+            Ok(data) => faults.extend(lint_values(ckpt, &name, &data)),
+            Err(e) => faults.push(fault_of(ckpt, &name, &e)),
+        }
+    }
+    faults
+}
+
+fn fault_of(ckpt: &Checkpoint, name: &str, e: &CheckpointError) -> Fault {
+    match e {
+        CheckpointError::Invalid(f) | CheckpointError::Usage(f) => (**f).clone(),
+        CheckpointError::Quant { tensor, source, .. } => {
+            Fault::new(Severity::Error, ckpt.path(), tensor, source.to_string())
+        }
+        other => Fault::new(Severity::Error, ckpt.path(), name, other.to_string()),
+    }
+}
+
+/// Weights larger than this are most likely bytes in the wrong order (F027).
+const PLAUSIBLE_ABSMAX: f32 = 1e6;
+
+fn lint_values(ckpt: &Checkpoint, name: &str, data: &[f32]) -> Option<Fault> {
+    let fault = |severity, problem| Some(Fault::new(severity, ckpt.path(), name, problem));
+    if let Some(i) = data.iter().position(|x| !x.is_finite()) {
+        let count = data.iter().filter(|x| !x.is_finite()).count();
+        let problem = format!("expected finite values, got {count} non-finite, the first is {} at index {i}", data[i]);
+        return fault(Severity::Error, problem);
+    }
+    let absmax = data.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    if absmax > PLAUSIBLE_ABSMAX {
+        let problem = format!("expected magnitudes of weights, got {absmax:e}: are the bytes in the wrong order?");
+        return fault(Severity::Warning, problem);
+    }
+    if !data.is_empty() && absmax > 0.0 && absmax < f32::MIN_POSITIVE {
+        return fault(Severity::Warning, "all values are subnormal: are the bytes in the wrong order?".into());
+    }
+    None
+}

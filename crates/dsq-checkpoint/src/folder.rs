@@ -1,0 +1,195 @@
+//! The weights of a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`. Not the
+//! config and not what the tensors mean (see `checkpoint.rs`).
+
+use crate::config::fields::show;
+use crate::json::read_json;
+use crate::safetensors::{Entry, SafetensorsFile};
+use crate::{CheckpointError, Fault, Severity, printable};
+use serde_json::Value;
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The open weight files of a folder.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    files: Vec<SafetensorsFile>,
+    /// File and name, in the order of the files.
+    names: Vec<(u32, String)>,
+    by_name: HashMap<String, u32>,
+    pub faults: Vec<Fault>,
+}
+
+impl Folder {
+    /// Opens every weight file of `dir` and checks headers and index; reads no tensor.
+    pub(crate) fn open(dir: &Path) -> Result<Self, CheckpointError> {
+        let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+        let mut faults = Vec::new();
+        let files = match (exists(&single), exists(&index)) {
+            (true, true) => {
+                let problem = format!("both {SINGLE} and {INDEX} are there; expected one of them, got 2");
+                return Err(CheckpointError::invalid(dir, "", problem).with_hint("remove the stale one"));
+            }
+            (true, false) => vec![SafetensorsFile::open(&single)?],
+            (false, true) => open_shards(dir, &index, &mut faults)?,
+            (false, false) => {
+                let mut e = CheckpointError::invalid(dir, "", format!("no weights; expected {SINGLE} or {INDEX}"));
+                if exists(&dir.join("pytorch_model.bin")) {
+                    e = e.with_hint("pytorch_model.bin is not read: convert it to safetensors");
+                }
+                return Err(e);
+            }
+        };
+        let mut names = Vec::new();
+        let mut by_name = HashMap::new();
+        for (i, file) in files.iter().enumerate() {
+            for entry in file.entries() {
+                names.push((i as u32, entry.name.clone()));
+                if let Some(other) = by_name.insert(entry.name.clone(), i as u32) {
+                    let other = files[other as usize].path();
+                    let problem = format!("tensor is in two shards; expected one, got {} too", file_name(other));
+                    return Err(CheckpointError::invalid(file.path(), &entry.name, problem));
+                }
+            }
+        }
+        Ok(Self { files, names, by_name, faults })
+    }
+
+    /// The names of the tensors, in file order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(|(_, n)| n.as_str())
+    }
+
+    /// A tensor and its file.
+    pub(crate) fn find(&self, name: &str) -> Option<(&SafetensorsFile, &Entry)> {
+        let file = self.files.get(*self.by_name.get(name)? as usize)?;
+        file.entry(name).map(|e| (file, e))
+    }
+}
+
+fn exists(path: &Path) -> bool {
+    // A broken symlink exists too: opening it then says what is wrong with it.
+    path.symlink_metadata().is_ok()
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map(|n| printable(&n.to_string_lossy())).unwrap_or_default()
+}
+
+fn open_shards(dir: &Path, index: &Path, faults: &mut Vec<Fault>) -> Result<Vec<SafetensorsFile>, CheckpointError> {
+    let value = read_json(index)?;
+    let invalid = |field: &str, problem: String| CheckpointError::invalid(index, field, problem);
+    let map = match value.get("weight_map") {
+        Some(Value::Object(map)) if !map.is_empty() => map,
+        other => {
+            let got = other.map_or("nothing".into(), show);
+            return Err(invalid("weight_map", format!("expected a non-empty object, got {got}")));
+        }
+    };
+    let mut shards = BTreeSet::new();
+    for (tensor, shard) in map {
+        let name = shard.as_str().filter(|s| is_plain_name(s)).ok_or_else(|| {
+            invalid(
+                &format!("weight_map.{tensor}"),
+                format!("shard must be a plain file name; expected a name inside the folder, got {}", show(shard)),
+            )
+        })?;
+        shards.insert(name);
+    }
+    let missing: Vec<_> = shards.iter().filter(|s| !exists(&dir.join(s))).map(|s| printable(s)).collect();
+    if !missing.is_empty() {
+        let problem = format!("{} of {} shards are missing: {}", missing.len(), shards.len(), missing.join(", "));
+        return Err(invalid("weight_map", problem).with_hint("download incomplete?"));
+    }
+    let mut files = Vec::new();
+    for shard in &shards {
+        let path = dir.join(shard);
+        check_link(dir, &path)?;
+        files.push(SafetensorsFile::open(&path)?);
+    }
+    check_index(index, map, &shards, &files)?;
+    let total: u64 = files.iter().flat_map(SafetensorsFile::entries).map(|e| e.info().bytes).sum();
+    if let Some(said) = value.pointer("/metadata/total_size").filter(|v| v.as_f64() != Some(total as f64)) {
+        let problem = format!("does not match the shards; expected {total}, got {}", show(said));
+        faults.push(Fault::new(Severity::Warning, index, "metadata.total_size", problem));
+    }
+    for stale in stale_shards(dir, &shards) {
+        faults.push(Fault::new(Severity::Warning, &stale, "", "weight file that the index does not name"));
+    }
+    Ok(files)
+}
+
+/// Index and shards must name the same tensors in the same shards.
+fn check_index(
+    index: &Path,
+    map: &serde_json::Map<String, Value>,
+    shards: &BTreeSet<&str>,
+    files: &[SafetensorsFile],
+) -> Result<(), CheckpointError> {
+    for (shard, file) in shards.iter().zip(files) {
+        let lacks = map.iter().find(|(t, s)| s.as_str() == Some(shard) && file.entry(t).is_none());
+        if let Some((tensor, _)) = lacks {
+            let problem = format!("the index places this tensor in {}, which lacks it", printable(shard));
+            return Err(CheckpointError::invalid(index, tensor, problem));
+        }
+        for entry in file.entries() {
+            match map.get(&entry.name).and_then(Value::as_str) {
+                Some(s) if s == *shard => {}
+                Some(s) => {
+                    let problem =
+                        format!("tensor is in {} too; expected it in {} only", printable(shard), printable(s));
+                    return Err(CheckpointError::invalid(index, &entry.name, problem));
+                }
+                None => {
+                    let problem = format!("{} holds this tensor, which the index does not name", printable(shard));
+                    return Err(CheckpointError::invalid(index, &entry.name, problem));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_plain_name(name: &str) -> bool {
+    !name.is_empty()
+        && name != "."
+        && name != ".."
+        && name.len() <= 255
+        && !name.contains(['/', '\\', '\0', ':'])
+        && !name.chars().any(char::is_control)
+}
+
+/// A shard may be a symlink within its folder, or in the Hugging Face cache from `snapshots/REV/` to `blobs/`.
+fn check_link(dir: &Path, path: &Path) -> Result<(), CheckpointError> {
+    if !path.symlink_metadata().is_ok_and(|m| m.file_type().is_symlink()) {
+        return Ok(());
+    }
+    let (Ok(real), Ok(home)) = (path.canonicalize(), dir.canonicalize()) else {
+        return Err(CheckpointError::invalid(path, "", "expected a file, got a symlink that leads nowhere"));
+    };
+    let cache = home
+        .parent()
+        .filter(|p| p.file_name().is_some_and(|n| n == "snapshots"))
+        .and_then(Path::parent)
+        .map(|model| model.join("blobs"));
+    if real.starts_with(&home) || cache.is_some_and(|blobs| real.starts_with(blobs)) {
+        return Ok(());
+    }
+    let problem = format!("symlink leaves the folder; expected a file inside it, got {}", real.display());
+    Err(CheckpointError::invalid(path, "", problem))
+}
+
+fn stale_shards(dir: &Path, shards: &BTreeSet<&str>) -> Vec<PathBuf> {
+    let mut out: Vec<PathBuf> = std::fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.extension().is_some_and(|e| e == "safetensors"))
+        .filter(|p| p.file_name().and_then(|n| n.to_str()).is_none_or(|n| !shards.contains(n)))
+        .collect();
+    out.sort();
+    out
+}

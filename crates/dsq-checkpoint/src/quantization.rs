@@ -1,0 +1,243 @@
+//! `quantization_config` of compressed-tensors: which module is quantized and how. Reads what it can run and refuses
+//! the rest by name; writes what the Python package accepts. Not the tensors (see `packed.rs`).
+
+use crate::CheckpointError;
+use crate::config::fields::{Fields, show};
+use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantType};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// The one disk format that is read and written.
+pub(crate) const PACK_QUANTIZED: &str = "pack-quantized";
+
+/// A parsed `quantization_config`.
+#[derive(Debug, Clone)]
+pub struct QuantizationConfig {
+    /// The groups, in the order of the file.
+    pub groups: Vec<QuantizationGroup>,
+    /// Modules to leave in float.
+    ignore: Vec<Target>,
+    /// The texts of `ignore`.
+    pub ignore_texts: Vec<String>,
+}
+
+/// Modules that share a scheme.
+#[derive(Debug, Clone)]
+pub struct QuantizationGroup {
+    /// Name of the group, `group_0`.
+    pub name: String,
+    /// The texts of the targets.
+    pub target_texts: Vec<String>,
+    targets: Vec<Target>,
+    /// The weights; `scale_dtype` is F32 here, the stored scale's own dtype decides.
+    pub weights: QuantArgs,
+    /// Static input activations.
+    pub activations: Option<QuantArgs>,
+}
+
+/// A target or ignore entry: a class name, a full module name, or a regular expression anchored at the start.
+#[derive(Debug, Clone)]
+enum Target {
+    Text(String),
+    Regex(Pattern),
+}
+
+impl Target {
+    fn matches(&self, module: &str, class: &str) -> bool {
+        match self {
+            Target::Text(t) => t == module || t == class,
+            Target::Regex(p) => p.matches(module),
+        }
+    }
+}
+
+impl QuantizationConfig {
+    /// The group that quantizes `module` of class `class` (`Linear` or `Conv2d`); `None` when it stays in float. An
+    /// exact name goes before an expression, an expression before a class, as in the Python package.
+    pub fn group_for(&self, module: &str, class: &str) -> Option<&QuantizationGroup> {
+        if self.ignore.iter().any(|t| t.matches(module, class)) {
+            return None;
+        }
+        let rank = |g: &QuantizationGroup| {
+            let of = |t: &Target| match t {
+                Target::Text(t) if t == module => 0,
+                Target::Regex(_) => 1,
+                Target::Text(_) => 2,
+            };
+            g.targets.iter().filter(|t| t.matches(module, class)).map(of).min()
+        };
+        self.groups.iter().filter_map(|g| rank(g).map(|r| (r, g))).min_by_key(|(r, _)| *r).map(|(_, g)| g)
+    }
+
+    /// Reads the value of the key `quantization_config`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] naming the key.
+    pub(crate) fn from_value(value: &Value, file: &Path) -> Result<Self, CheckpointError> {
+        let f = Fields::new(value, file, "quantization_config")?;
+        let method = f.required("quant_method", f.string("quant_method"))?;
+        if method != "compressed-tensors" {
+            return Err(f.error("quant_method", format!("expected \"compressed-tensors\", got {method:?}")));
+        }
+        let format = f.required("format", f.string("format"))?;
+        let status = f.string("quantization_status")?.unwrap_or("compressed");
+        if status != "compressed" {
+            return Err(f.error("quantization_status", format!("expected \"compressed\", got {status:?}")));
+        }
+        for key in ["kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"] {
+            if let Some(v) = f.get(key).filter(|v| !v.as_object().is_some_and(Map::is_empty)) {
+                return Err(f.error(key, format!("not supported; expected null, got {}", show(v))));
+            }
+        }
+        let ignore_texts = f.strings("ignore")?.unwrap_or_default();
+        let ignore = targets(&f, "ignore", &ignore_texts)?;
+        let groups = f.required("config_groups", Ok(f.get("config_groups")))?;
+        let Value::Object(groups) = groups else {
+            return Err(f.error("config_groups", format!("expected an object, got {}", show(groups))));
+        };
+        if groups.is_empty() {
+            return Err(f.error("config_groups", "expected at least one group, got 0"));
+        }
+        let groups = groups
+            .iter()
+            .map(|(name, v)| QuantizationGroup::from_value(name, v, file, format))
+            .collect::<Result<Vec<_>, _>>()?;
+        f.refuse_the_rest(&["version", "global_compression_ratio", "run_compressed", "dequantize"])?;
+        Ok(Self { groups, ignore, ignore_texts })
+    }
+
+    /// The value of `quantization_config` for groups of explicitly named modules.
+    ///
+    /// # Errors
+    /// Never for what this crate writes; a scheme that compressed-tensors cannot name is a usage error.
+    pub(crate) fn to_value(groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)], ignore: &[String]) -> Value {
+        let mut map = Map::new();
+        for (i, (weights, activations, modules)) in groups.iter().enumerate() {
+            let group = json!({
+                "targets": modules,
+                "weights": args_value(weights),
+                "input_activations": activations.as_ref().map(args_value),
+                "output_activations": null,
+                "format": PACK_QUANTIZED,
+            });
+            map.insert(format!("group_{i}"), group);
+        }
+        json!({
+            "quant_method": "compressed-tensors",
+            "format": PACK_QUANTIZED,
+            "quantization_status": "compressed",
+            "global_compression_ratio": null,
+            "kv_cache_scheme": null,
+            "ignore": ignore,
+            "config_groups": map,
+        })
+    }
+}
+
+impl QuantizationGroup {
+    fn from_value(name: &str, value: &Value, file: &Path, default_format: &str) -> Result<Self, CheckpointError> {
+        let path = format!("quantization_config.config_groups.{name}");
+        let f = Fields::new(value, file, &path)?;
+        let format = f.string("format")?.unwrap_or(default_format);
+        if format != PACK_QUANTIZED {
+            let key = if f.has("format") { f.path("format") } else { "quantization_config.format".into() };
+            let problem = format!("expected {PACK_QUANTIZED:?}, got {format:?}");
+            return Err(CheckpointError::invalid(file, key, problem));
+        }
+        let target_texts = f.required("targets", f.strings("targets"))?;
+        let targets = targets(&f, "targets", &target_texts)?;
+        let weights = f.required("weights", Ok(f.get("weights")))?;
+        let weights = parse_args(&Fields::new(weights, file, &f.path("weights"))?, false)?;
+        let activations = match f.get("input_activations") {
+            None => None,
+            Some(v) => Some(parse_args(&Fields::new(v, file, &f.path("input_activations"))?, true)?),
+        };
+        if let Some(v) = f.get("output_activations") {
+            return Err(f.error("output_activations", format!("not supported; expected null, got {}", show(v))));
+        }
+        f.refuse_the_rest(&[])?;
+        Ok(Self { name: name.into(), target_texts, targets, weights, activations })
+    }
+}
+
+fn targets(f: &Fields, key: &str, texts: &[String]) -> Result<Vec<Target>, CheckpointError> {
+    texts
+        .iter()
+        .map(|t| {
+            if t.starts_with("re:") {
+                Pattern::new(t).map(Target::Regex).map_err(|e| f.error(key, e.to_string()))
+            } else {
+                Ok(Target::Text(t.clone()))
+            }
+        })
+        .collect()
+}
+
+/// `QuantizationArgs` of one tensor.
+fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError> {
+    let bits = f.integer("num_bits", 1..=16)?.unwrap_or(8);
+    let qtype = match bits {
+        4 => QuantType::Int4,
+        8 => QuantType::Int8,
+        _ => return Err(f.error("num_bits", format!("expected 4 or 8, got {bits}"))),
+    };
+    let kind = f.string("type")?.unwrap_or("int");
+    if kind != "int" {
+        return Err(f.error("type", format!("expected \"int\", got {kind:?}")));
+    }
+    let mapping = match f.boolean("symmetric")? {
+        Some(false) => Mapping::Asymmetric,
+        _ => Mapping::Symmetric,
+    };
+    let group_size = f.integer("group_size", -1..=1 << 30)?;
+    let strategy = f.string("strategy")?.unwrap_or(match group_size {
+        None => "tensor",
+        Some(-1) => "channel",
+        Some(_) => "group",
+    });
+    let granularity = match (strategy, group_size) {
+        ("tensor", None) => Granularity::PerTensor,
+        ("channel", None | Some(-1)) => Granularity::PerChannel,
+        ("group", Some(g)) if g > 0 => Granularity::PerGroup(g as usize),
+        ("group", g) => {
+            let got = g.map_or("nothing".into(), |g| g.to_string());
+            return Err(f.error("group_size", format!("expected at least 1 for strategy \"group\", got {got}")));
+        }
+        ("tensor" | "channel", Some(g)) => {
+            return Err(f.error("group_size", format!("expected null for strategy {strategy:?}, got {g}")));
+        }
+        _ => {
+            return Err(f.error("strategy", format!("expected \"tensor\", \"channel\" or \"group\", got {strategy:?}")));
+        }
+    };
+    if activation && granularity != Granularity::PerTensor {
+        return Err(f.error("strategy", format!("expected \"tensor\" for input activations, got {strategy:?}")));
+    }
+    f.only("dynamic", &Value::Bool(false), "scales are static")?;
+    f.only("block_structure", &Value::Null, "blocks are not supported")?;
+    match f.get("actorder") {
+        None | Some(Value::Bool(false)) => {}
+        Some(Value::String(s)) if s == "weight" || s == "static" => {}
+        Some(v) => {
+            return Err(f.error("actorder", format!("expected null, \"weight\" or \"static\", got {}", show(v))));
+        }
+    }
+    f.refuse_the_rest(&["observer", "observer_kwargs", "scale_dtype", "zp_dtype"])?;
+    Ok(QuantArgs { qtype, granularity, mapping, scale_dtype: FloatType::F32 })
+}
+
+fn args_value(args: &QuantArgs) -> Value {
+    let (strategy, group_size) = match args.granularity {
+        Granularity::PerTensor => ("tensor", None),
+        Granularity::PerChannel => ("channel", None),
+        Granularity::PerGroup(g) => ("group", Some(g)),
+    };
+    json!({
+        "num_bits": args.qtype.bits(),
+        "type": "int",
+        "symmetric": args.mapping == Mapping::Symmetric,
+        "strategy": strategy,
+        "group_size": group_size,
+        "dynamic": false,
+    })
+}

@@ -1,0 +1,412 @@
+//! The safetensors format: a strict reader that reads one tensor at a time with positioned reads, and a streaming
+//! writer. No memory map: a file that shrinks while it is read gives an error, never a signal.
+//!
+//! The file is an 8-byte little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, and the
+//! data. The reader refuses what the reference crate lets pass: a name or key listed twice, overlaps and holes,
+//! trailing bytes, a range of another size than shape and dtype say, rank above 8, unknown dtypes.
+
+use crate::json::{PlainU64, not_json, open_regular};
+use crate::{CheckpointError, Dtype, NamedTensor, TensorInfo, printable};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Largest header, as in the reference implementation.
+const MAX_HEADER: u64 = 100_000_000;
+/// Largest rank of a tensor.
+const MAX_RANK: usize = 8;
+/// Longest tensor name, in bytes.
+const MAX_NAME: usize = 4096;
+
+/// One entry of the header: a tensor and where its bytes lie in the file.
+#[derive(Debug, Clone)]
+pub(crate) struct Entry {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    begin: u64,
+    end: u64,
+}
+
+impl Entry {
+    pub(crate) fn info(&self) -> TensorInfo {
+        TensorInfo { dtype: self.dtype.name().into(), shape: self.shape.clone(), bytes: self.end - self.begin }
+    }
+}
+
+/// An open safetensors file whose header has been checked.
+#[derive(Debug)]
+pub(crate) struct SafetensorsFile {
+    path: PathBuf,
+    file: File,
+    /// In the order of the data.
+    entries: Vec<Entry>,
+    /// Indices into `entries`, sorted by name.
+    by_name: Vec<u32>,
+    data_start: u64,
+}
+
+impl SafetensorsFile {
+    /// Opens a file and checks its whole header; reads no tensor.
+    pub(crate) fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let (file, len) = open_regular(path)?;
+        let invalid = |field: &str, problem: String| CheckpointError::invalid(path, field, problem);
+        if len < 8 {
+            return Err(invalid(
+                "header length",
+                format!("needs 8 bytes; expected a safetensors file, file has {len} bytes"),
+            ));
+        }
+        let mut head = [0u8; 8];
+        read_at(&file, path, &mut head, 0)?;
+        let header_len = u64::from_le_bytes(head);
+        if header_len > MAX_HEADER || header_len > len - 8 {
+            let mut start = vec![0u8; len.min(256) as usize];
+            read_at(&file, path, &mut start, 0)?;
+            if let Some(what) = not_json(&start) {
+                return Err(invalid("", format!("looks like {what}; expected a safetensors file"))
+                    .with_hint("fetch the real file: git lfs pull, or download it again"));
+            }
+        }
+        if header_len > MAX_HEADER {
+            return Err(invalid(
+                "header length",
+                format!("too large; expected at most {MAX_HEADER} bytes, got {header_len}"),
+            ));
+        }
+        if header_len > len - 8 {
+            let problem =
+                format!("header does not fit; expected at most {} bytes (file has {len}), got {header_len}", len - 8);
+            return Err(invalid("header length", problem).with_hint("download incomplete?"));
+        }
+        let mut text = vec![0u8; header_len as usize];
+        read_at(&file, path, &mut text, 8)?;
+        let mut entries = parse_header(&text, path)?;
+        drop(text);
+        entries.sort_by_key(|e| (e.begin, e.end));
+        check_layout(&entries, path, len - 8 - header_len, len)?;
+        let mut by_name: Vec<u32> = (0..entries.len() as u32).collect();
+        by_name.sort_by(|&a, &b| entries[a as usize].name.cmp(&entries[b as usize].name));
+        if let Some(pair) = by_name.windows(2).find(|p| entries[p[0] as usize].name == entries[p[1] as usize].name) {
+            return Err(invalid(
+                &entries[pair[0] as usize].name,
+                "tensor listed twice; expected one entry, got 2".into(),
+            ));
+        }
+        Ok(Self { path: path.to_path_buf(), file, entries, by_name, data_start: 8 + header_len })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensors, in the order of the data.
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    pub(crate) fn entry(&self, name: &str) -> Option<&Entry> {
+        let at = self.by_name.binary_search_by(|&i| self.entries[i as usize].name.as_str().cmp(name)).ok()?;
+        self.entries.get(self.by_name[at] as usize)
+    }
+
+    /// The bytes of a tensor.
+    pub(crate) fn read(&self, entry: &Entry) -> Result<Vec<u8>, CheckpointError> {
+        // The range lies within the file as it was at open, so this allocation is bounded by bytes that were there.
+        let mut bytes = vec![0u8; (entry.end - entry.begin) as usize];
+        read_at(&self.file, &self.path, &mut bytes, self.data_start + entry.begin)?;
+        Ok(bytes)
+    }
+}
+
+/// Fills `buf` from `offset`. A file that has become shorter is an I/O error.
+pub(crate) fn read_at(file: &File, path: &Path, buf: &mut [u8], offset: u64) -> Result<(), CheckpointError> {
+    #[cfg(unix)]
+    let read = std::os::unix::fs::FileExt::read_exact_at(file, buf, offset);
+    #[cfg(not(unix))]
+    let read = {
+        use std::io::{Read, Seek, SeekFrom};
+        let mut file = file;
+        file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buf))
+    };
+    read.map_err(|e| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => {
+            let problem =
+                format!("the file became shorter while it was read; expected {} bytes at {offset}", buf.len());
+            CheckpointError::io(path, "read", std::io::Error::new(std::io::ErrorKind::UnexpectedEof, problem))
+        }
+        _ => CheckpointError::io(path, "read", e),
+    })
+}
+
+fn parse_header(text: &[u8], path: &Path) -> Result<Vec<Entry>, CheckpointError> {
+    if text.first().is_none_or(|b| !matches!(b, b'{' | b' ')) {
+        return Err(CheckpointError::invalid(path, "header", "expected a JSON object that starts with {"));
+    }
+    let text = std::str::from_utf8(text).map_err(|e| {
+        CheckpointError::invalid(path, "header", format!("expected UTF-8, got another byte at {}", e.valid_up_to()))
+    })?;
+    // The tensor that is being parsed, for messages.
+    let current = RefCell::new("header".to_owned());
+    let mut de = serde_json::Deserializer::from_str(text);
+    let parsed = HeaderSeed { current: &current }.deserialize(&mut de).and_then(|h| de.end().map(|()| h));
+    parsed.map_err(|e| CheckpointError::invalid(path, current.take(), format!("bad header: {e}")))
+}
+
+/// Checks that the ranges cover the data exactly, in any order of names.
+fn check_layout(entries: &[Entry], path: &Path, data_len: u64, file_len: u64) -> Result<(), CheckpointError> {
+    let mut at = 0u64;
+    let mut last = "the header";
+    for e in entries {
+        let invalid = |problem: String| Err(CheckpointError::invalid(path, &e.name, problem));
+        if e.begin > e.end {
+            return invalid(format!("data_offsets: expected begin <= end, got [{}, {}]", e.begin, e.end));
+        }
+        if e.begin < at {
+            return invalid(format!(
+                "overlaps {}; expected data_offsets from {at}, got [{}, {}]",
+                printable(last),
+                e.begin,
+                e.end
+            ));
+        }
+        if e.begin > at {
+            return invalid(format!(
+                "hole after {}; expected data_offsets from {at}, got [{}, {}]",
+                printable(last),
+                e.begin,
+                e.end
+            ));
+        }
+        // One zero-sized dimension must not hide an overflow of the others.
+        let product = |skip_zero: bool| {
+            let dims = e.shape.iter().filter(|&&d| d != 0 || !skip_zero);
+            dims.copied().try_fold(e.dtype.size() as u64, |acc, d| acc.checked_mul(d as u64))
+        };
+        let (Some(_), Some(size)) = (product(true), product(false)) else {
+            return invalid(format!("shape {:?} overflows; expected a size below 2^64 bytes", e.shape));
+        };
+        if size != e.end - e.begin {
+            return invalid(format!(
+                "shape {:?} of {} does not match data_offsets [{}, {}]; expected {size} bytes, got {}",
+                e.shape,
+                e.dtype,
+                e.begin,
+                e.end,
+                e.end - e.begin
+            ));
+        }
+        at = e.end;
+        last = &e.name;
+    }
+    let head = file_len - data_len;
+    if at > data_len {
+        return Err(CheckpointError::invalid(
+            path,
+            last,
+            format!("file is cut; expected {} bytes by the header, file has {file_len}", head.saturating_add(at)),
+        )
+        .with_hint("download incomplete?"));
+    }
+    if at < data_len {
+        let problem =
+            format!("bytes after the last tensor; expected {} bytes by the header, file has {file_len}", head + at);
+        return Err(CheckpointError::invalid(path, "", problem));
+    }
+    Ok(())
+}
+
+struct HeaderSeed<'a> {
+    current: &'a RefCell<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
+    type Value = Vec<Entry>;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Vec<Entry>, D::Error> {
+        d.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for HeaderSeed<'_> {
+    type Value = Vec<Entry>;
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a JSON object of tensors")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vec<Entry>, A::Error> {
+        let mut entries = Vec::new();
+        let mut metadata = false;
+        while let Some(name) = map.next_key::<String>()? {
+            self.current.replace(name.clone());
+            if name == "__metadata__" {
+                if std::mem::replace(&mut metadata, true) {
+                    return Err(A::Error::custom("__metadata__ listed twice"));
+                }
+                map.next_value::<Metadata>()?;
+                continue;
+            }
+            if name.is_empty() || name.len() > MAX_NAME || name.contains('\0') {
+                let problem = format!("expected a name of 1 to {MAX_NAME} bytes without NUL, got {} bytes", name.len());
+                return Err(A::Error::custom(problem));
+            }
+            let fields = map.next_value::<EntryFields>()?;
+            entries.push(Entry {
+                name,
+                dtype: fields.dtype,
+                shape: fields.shape,
+                begin: fields.offsets[0],
+                end: fields.offsets[1],
+            });
+        }
+        self.current.replace("header".into());
+        Ok(entries)
+    }
+}
+
+/// `__metadata__`: strings only, each key once. dsq reads nothing from it.
+struct Metadata;
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        struct V;
+        impl<'de> Visitor<'de> for V {
+            type Value = Metadata;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object of strings")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Metadata, A::Error> {
+                let mut seen = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry::<String, String>()? {
+                    if seen.insert(key, value.len()).is_some() {
+                        return Err(A::Error::custom("a key of __metadata__ occurs twice"));
+                    }
+                }
+                Ok(Metadata)
+            }
+        }
+        d.deserialize_map(V)
+    }
+}
+
+struct EntryFields {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    offsets: [u64; 2],
+}
+
+impl<'de> Deserialize<'de> for EntryFields {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        struct V;
+        impl<'de> Visitor<'de> for V {
+            type Value = EntryFields;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object with dtype, shape and data_offsets")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<EntryFields, A::Error> {
+                let (mut dtype, mut shape, mut offsets) = (None, None, None);
+                while let Some(key) = map.next_key::<String>()? {
+                    let twice = match key.as_str() {
+                        "dtype" => {
+                            let name = map.next_value::<String>()?;
+                            let parsed = Dtype::parse(&name).ok_or_else(|| {
+                                let known = Dtype::names();
+                                A::Error::custom(format!("dtype: expected one of {known}, got {}", printable(&name)))
+                            })?;
+                            dtype.replace(parsed).is_some()
+                        }
+                        "shape" => shape.replace(dims(map.next_value()?)?).is_some(),
+                        "data_offsets" => {
+                            let list = map.next_value::<Vec<PlainU64>>()?;
+                            let [PlainU64(begin), PlainU64(end)] = list[..] else {
+                                let problem = format!("data_offsets: expected 2 numbers, got {}", list.len());
+                                return Err(A::Error::custom(problem));
+                            };
+                            offsets.replace([begin, end]).is_some()
+                        }
+                        other => return Err(A::Error::custom(format!("unknown key {:?}", printable(other)))),
+                    };
+                    if twice {
+                        return Err(A::Error::custom(format!("{key} listed twice; expected one, got 2")));
+                    }
+                }
+                let missing = |what| A::Error::custom(format!("{what}: expected a value, got nothing"));
+                Ok(EntryFields {
+                    dtype: dtype.ok_or_else(|| missing("dtype"))?,
+                    shape: shape.ok_or_else(|| missing("shape"))?,
+                    offsets: offsets.ok_or_else(|| missing("data_offsets"))?,
+                })
+            }
+        }
+        d.deserialize_map(V)
+    }
+}
+
+fn dims<E: Error>(list: Vec<PlainU64>) -> Result<Vec<usize>, E> {
+    if list.len() > MAX_RANK {
+        return Err(E::custom(format!("shape: expected rank at most {MAX_RANK}, got {}", list.len())));
+    }
+    list.into_iter()
+        .map(|PlainU64(d)| usize::try_from(d).map_err(|_| E::custom(format!("shape: dimension {d} is too large"))))
+        .collect()
+}
+
+/// Bytes of a safetensors file that holds `tensors` (each: name, dtype, shape).
+pub(crate) fn file_size<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize])>) -> u64 {
+    let list: Vec<_> = tensors.collect();
+    let data: u64 = list.iter().map(|(_, d, s)| (s.iter().product::<usize>() * d.size()) as u64).sum();
+    header(&list).len() as u64 + data
+}
+
+/// The header with its length in front, padded with spaces so that the data starts at a multiple of 8.
+fn header(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
+    let mut map = serde_json::Map::new();
+    map.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
+    let mut at = 0usize;
+    for (name, dtype, shape) in tensors {
+        let end = at + shape.iter().product::<usize>() * dtype.size();
+        map.insert(
+            (*name).into(),
+            serde_json::json!({"dtype": dtype.name(), "shape": shape, "data_offsets": [at, end]}),
+        );
+        at = end;
+    }
+    let mut text = serde_json::Value::Object(map).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut out = (text.len() as u64).to_le_bytes().to_vec();
+    out.extend(text);
+    out
+}
+
+/// Writes `tensors`, in an order that keeps every tensor aligned to its element size (widest dtype first, then by
+/// name, as the reference implementation does).
+///
+/// # Errors
+/// [`CheckpointError::Usage`] for a name that occurs twice or data of another length than its shape; I/O errors.
+pub(crate) fn write_tensors(file: &mut File, path: &Path, tensors: &[NamedTensor]) -> Result<(), CheckpointError> {
+    let mut order: Vec<&NamedTensor> = tensors.iter().collect();
+    order.sort_by(|a, b| b.data.dtype().size().cmp(&a.data.dtype().size()).then_with(|| a.name.cmp(&b.name)));
+    let mut names = std::collections::HashSet::new();
+    for t in &order {
+        if t.name.is_empty() || t.name.len() > MAX_NAME || t.name.contains('\0') || t.name == "__metadata__" {
+            return Err(CheckpointError::usage(path, &t.name, "not a name that a tensor can have"));
+        }
+        if !names.insert(t.name.as_str()) {
+            return Err(CheckpointError::usage(path, &t.name, "tensor given twice; expected one, got 2"));
+        }
+        let (expected, got) = (t.data.shape().iter().product::<usize>(), t.data.len());
+        if expected != got || t.data.shape().len() > MAX_RANK {
+            let problem = format!("shape {:?}: expected {expected} values, got {got}", t.data.shape());
+            return Err(CheckpointError::usage(path, &t.name, problem));
+        }
+    }
+    let heads: Vec<_> = order.iter().map(|t| (t.name.as_str(), t.data.dtype(), t.data.shape())).collect();
+    let mut out = std::io::BufWriter::with_capacity(1 << 20, file);
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e));
+    put(&header(&heads))?;
+    for t in &order {
+        put(&t.data.to_bytes())?;
+    }
+    out.flush().map_err(|e| CheckpointError::io(path, "write", e))
+}
