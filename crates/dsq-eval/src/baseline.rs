@@ -1,7 +1,7 @@
 //! A committed measurement that later ones are compared with. Read strictly: what cannot be trusted is an error and
 //! never a pass.
 
-use crate::{EvalError, Hardware, Report, Row, Samples, suite::Tolerances};
+use crate::{EvalError, Hardware, Report, Row, Samples, Tolerance, Tolerances};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -81,6 +81,14 @@ impl Baseline {
                 return refuse(metric, "the suite names it; expected it in a row of the report, got none");
             }
         }
+        for row in &report.rows {
+            for (metric, value) in &row.metrics {
+                if tolerances.get(metric) == Some(&Tolerance::Zero) && value.as_f64() != Some(0.0) {
+                    let field = format!("rows.{}.{metric}", row.name);
+                    return refuse(&field, &format!("cannot be blessed; expected 0, got {value}"));
+                }
+            }
+        }
         let rows = report.rows.iter().map(|row| BaselineRow::of_row(row, tolerances)).filter(|r| !r.metrics.is_empty());
         let baseline = Self {
             format: BASELINE_FORMAT,
@@ -134,6 +142,21 @@ impl Baseline {
         write_json(&value, 0, &mut out);
         out.push('\n');
         out
+    }
+
+    /// Whether this baseline is of the recipe and the seed that are about to run.
+    ///
+    /// # Errors
+    /// [`EvalError::Baseline`] when it is not: the baseline is stale.
+    pub fn check_identity(&self, recipe_sha256: &str, seed: u64) -> Result<(), EvalError> {
+        if recipe_sha256 != self.recipe_sha256 {
+            let problem = format!("measured with another recipe; expected {recipe_sha256}, got {}", self.recipe_sha256);
+            return Err(EvalError::baseline(&self.path, "recipe_sha256", problem));
+        }
+        if seed != self.seed {
+            return Err(EvalError::baseline(&self.path, "seed", format!("expected {seed}, got {}", self.seed)));
+        }
+        Ok(())
     }
 
     /// The row of that name.
@@ -228,7 +251,7 @@ fn write_json(value: &Value, depth: usize, out: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{TextEval, Tolerance};
+    use crate::TextEval;
 
     fn report() -> Report {
         let mut eval = TextEval::new();

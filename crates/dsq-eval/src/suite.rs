@@ -7,6 +7,7 @@
 //! top1_agreement = { absolute = 0.01 }         # may get worse by 0.01
 //! bits_per_weight = "exact"                    # equal on any hardware
 //! codes_sha256 = "exact_on_same_hardware"      # equal where training gives the same bits
+//! requantize_mismatches = "zero"               # 0, whatever the baseline says; cannot be blessed away
 //!
 //! [fixed.tolerance]                            # the fixed-input checks: nothing is trained, equal on any hardware
 //! codes_sha256 = "exact"
@@ -33,6 +34,8 @@ pub enum Tolerance {
     Exact,
     /// Equal where [`crate::Hardware`] is the same; not comparable elsewhere, and reported as such.
     ExactOnSameHardware,
+    /// Zero, whatever the baseline says.
+    Zero,
     /// May get worse by this share of the baseline's value.
     Relative(f64),
     /// May get worse by this much.
@@ -46,6 +49,7 @@ impl std::fmt::Display for Tolerance {
         match self {
             Tolerance::Exact => f.write_str("exact"),
             Tolerance::ExactOnSameHardware => f.write_str("exact (same hardware)"),
+            Tolerance::Zero => f.write_str("zero"),
             Tolerance::Relative(x) => write!(f, "{}% worse", crate::report::significant(x * 100.0)),
             Tolerance::Absolute(x) => write!(f, "{} worse", crate::report::significant(*x)),
             Tolerance::Within(x) => write!(f, "+-{}%", crate::report::significant(x * 100.0)),

@@ -128,16 +128,8 @@ pub fn compare(
 ) -> Result<Vec<Check>, EvalError> {
     let refuse = |field: String, problem: String| Err(EvalError::baseline(&baseline.path, field, problem));
     let digest = report.about.get("recipe_sha256").and_then(Value::as_str).unwrap_or("none");
-    if digest != baseline.recipe_sha256 {
-        return refuse(
-            "recipe_sha256".into(),
-            format!("measured with another recipe; expected {digest}, got {}", baseline.recipe_sha256),
-        );
-    }
     let seed = report.about.get("seed").and_then(Value::as_u64).unwrap_or(0);
-    if seed != baseline.seed {
-        return refuse("seed".into(), format!("expected {seed}, got {}", baseline.seed));
-    }
+    baseline.check_identity(digest, seed)?;
     for row in &report.rows {
         for metric in row.metrics.keys().filter(|m| tolerances.contains_key(*m)) {
             if !baseline.row(&row.name).is_some_and(|b| b.metrics.contains_key(metric)) {
@@ -213,6 +205,12 @@ fn judge(
             false => (Verdict::Regressed, moved_parts(base, row, metric)),
         };
     }
+    if tolerance == Tolerance::Zero {
+        return match measured.as_f64() {
+            Some(0.0) => (Verdict::Pass, String::new()),
+            _ => (Verdict::Regressed, format!("expected 0, got {measured}")),
+        };
+    }
     let (Some(a), Some(b)) = (expected.as_f64(), measured.as_f64()) else {
         return (Verdict::Regressed, format!("expected a finite number, got {measured}"));
     };
@@ -220,7 +218,7 @@ fn judge(
     let limit = match tolerance {
         Tolerance::Absolute(x) => x,
         Tolerance::Relative(x) | Tolerance::Within(x) => x * a.abs(),
-        Tolerance::Exact | Tolerance::ExactOnSameHardware => 0.0,
+        Tolerance::Exact | Tolerance::ExactOnSameHardware | Tolerance::Zero => 0.0,
     };
     let paired = match (&base.samples, &row.samples) {
         (Some(old), Some(new)) => new.rounded().paired_difference(old, metric).filter(|e| e.has_interval()),

@@ -1,0 +1,235 @@
+//! One regression run: what to measure, against which baselines, in which order. It trains nothing itself: the caller
+//! hands in the measuring; and it writes nothing: new baselines are returned.
+
+use crate::{Baseline, Check, EvalError, Hardware, Report, Suite, SuiteRecipe, Tolerances, Verdict, compare};
+use std::path::PathBuf;
+
+/// One thing that a suite measures.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Job<'a> {
+    /// The fixed-input checks.
+    Fixed,
+    /// A recipe.
+    Recipe(&'a SuiteRecipe),
+}
+
+impl Job<'_> {
+    /// What checks and baselines call it.
+    pub fn name(&self) -> String {
+        match self {
+            Job::Fixed => "fixed".into(),
+            Job::Recipe(r) => r.name(),
+        }
+    }
+}
+
+/// What a measurement is of; known before it runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// SHA-256 of the recipe as it will run, the suite's settings included.
+    pub recipe_sha256: String,
+    /// Its seed.
+    pub seed: u64,
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, Default)]
+pub struct Outcome {
+    /// Every check, in the order of the suite.
+    pub checks: Vec<Check>,
+    /// Every report, by job.
+    pub reports: Vec<(String, Report)>,
+    /// New baselines to write to their `path`; only when blessing.
+    pub blessed: Vec<Baseline>,
+    /// What blessing replaced without being able to compare it.
+    pub notes: Vec<String>,
+}
+
+impl Outcome {
+    /// Whether any check fails (exit 1). When blessing, checks only show the change.
+    pub fn failed(&self) -> bool {
+        self.checks.iter().any(|c| c.verdict.fails())
+    }
+
+    /// One line: how many checks came to what.
+    pub fn summary(&self) -> String {
+        let order = [Verdict::Pass, Verdict::Improved, Verdict::NotComparable, Verdict::Missing, Verdict::Regressed];
+        let counts: Vec<String> = order
+            .iter()
+            .map(|v| (v, self.checks.iter().filter(|c| c.verdict == *v).count()))
+            .filter(|(_, n)| *n > 0)
+            .map(|(v, n)| format!("{n} {}", v.name()))
+            .collect();
+        if counts.is_empty() { "no checks".into() } else { counts.join(", ") }
+    }
+}
+
+/// Runs `suite`: identifies every job and reads every baseline first, then measures and compares job by job. With
+/// `bless` (the reason) it makes new baselines instead, and the checks show the change from the old ones.
+///
+/// # Errors
+/// What the closures return; [`EvalError::Baseline`] (exit 3) for a baseline that is missing, corrupt, or of another
+/// recipe or seed: before anything is measured. When blessing, such baselines are replaced and noted; a report that
+/// cannot become a baseline is an error.
+pub fn run_suite<E: From<EvalError>>(
+    suite: &Suite,
+    hardware: &Hardware,
+    bless: Option<&str>,
+    identify: &mut dyn FnMut(&Job<'_>) -> Result<Identity, E>,
+    measure: &mut dyn FnMut(&Job<'_>) -> Result<Report, E>,
+) -> Result<Outcome, E> {
+    let mut jobs: Vec<(Job<'_>, &Tolerances)> = Vec::new();
+    jobs.extend(suite.fixed.iter().map(|f| (Job::Fixed, &f.tolerance)));
+    jobs.extend(suite.recipes.iter().map(|r| (Job::Recipe(r), &r.tolerance)));
+    let mut out = Outcome::default();
+    let mut planned: Vec<(Job<'_>, &Tolerances, PathBuf, Option<Baseline>)> = Vec::new();
+    for (job, tolerances) in jobs {
+        let identity = identify(&job)?;
+        let path = suite.baseline_path(&job.name());
+        let old = Baseline::load(&path).and_then(|b| {
+            b.check_identity(&identity.recipe_sha256, identity.seed)?;
+            Ok(b)
+        });
+        let old = match (old, bless) {
+            (Ok(b), _) => Some(b),
+            (Err(e), None) => return Err(e.into()),
+            (Err(e), Some(_)) => {
+                out.notes.push(format!("nothing to show the change from: {e}"));
+                None
+            }
+        };
+        planned.push((job, tolerances, path, old));
+    }
+    for (job, tolerances, path, old) in planned {
+        let report = measure(&job)?;
+        match (&old, bless) {
+            (Some(old), None) => out.checks.extend(compare(old, &report, tolerances, hardware)?),
+            (Some(old), Some(_)) => match compare(old, &report, tolerances, hardware) {
+                Ok(checks) => out.checks.extend(checks),
+                Err(e) => out.notes.push(format!("nothing to show the change from: {e}")),
+            },
+            (None, _) => {}
+        }
+        if let Some(reason) = bless {
+            let (suite, name, hardware) = (suite.name.as_str(), job.name(), hardware.clone());
+            out.blessed.push(Baseline::of_report(&path, suite, &name, &report, tolerances, hardware, reason)?);
+        }
+        out.reports.push((job.name(), report));
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Row, Tolerance};
+    use std::collections::BTreeMap;
+
+    struct Bench {
+        dir: tempfile::TempDir,
+        suite: Suite,
+    }
+
+    fn bench() -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("quick.toml");
+        let text = "[tolerance]\nperplexity = { relative = 0.02 }\ncodes_sha256 = \"exact_on_same_hardware\"\n\
+                    requantize_mismatches = \"zero\"\n[fixed.tolerance]\ncodes_sha256 = \"exact\"\n[[recipe]]\npath = \"a.toml\"\n";
+        std::fs::write(&path, text).unwrap();
+        std::fs::create_dir(dir.path().join("baselines")).unwrap();
+        let suite = Suite::load(&path).unwrap();
+        assert_eq!(suite.recipes[0].tolerance["requantize_mismatches"], Tolerance::Zero);
+        Bench { dir, suite }
+    }
+
+    fn report(job: &Job<'_>, perplexity: f64, codes: &str, mismatches: f64) -> Report {
+        let mut r = Report::new("train").about("recipe_sha256", job.name()).about("seed", 1);
+        let row = Row::new("exported").text("codes_sha256", codes);
+        r.rows.push(match job {
+            Job::Fixed => row,
+            Job::Recipe(_) => row.number("perplexity", perplexity).number("requantize_mismatches", mismatches),
+        });
+        r
+    }
+
+    /// Runs the suite with constant reports; also returns how many jobs were measured.
+    fn go(
+        b: &Bench,
+        bless: Option<&str>,
+        perplexity: f64,
+        codes: &str,
+        mismatches: f64,
+    ) -> (Result<Outcome, EvalError>, usize) {
+        let mut measured = 0;
+        let out = run_suite::<EvalError>(
+            &b.suite,
+            &Hardware::detect(),
+            bless,
+            &mut |job| Ok(Identity { recipe_sha256: job.name(), seed: 1 }),
+            &mut |job| {
+                measured += 1;
+                Ok(report(job, perplexity, codes, mismatches))
+            },
+        );
+        (out, measured)
+    }
+
+    fn bless(b: &Bench) {
+        for new in go(b, Some("first"), 10.0, "aa", 0.0).0.unwrap().blessed {
+            std::fs::write(&new.path, new.to_json()).unwrap();
+        }
+    }
+
+    #[test]
+    fn bless_then_pass_then_red_by_name() {
+        let b = bench();
+        bless(&b);
+        let out = go(&b, None, 10.0, "aa", 0.0).0.unwrap();
+        assert_eq!((out.failed(), out.summary().as_str()), (false, "4 pass"));
+        let out = go(&b, None, 11.0, "ab", 3.0).0.unwrap();
+        assert!(out.failed());
+        let red: Vec<(&str, &str)> =
+            out.checks.iter().filter(|c| c.verdict.fails()).map(|c| (c.recipe.as_str(), c.metric.as_str())).collect();
+        assert_eq!(
+            red,
+            [("fixed", "codes_sha256"), ("a", "codes_sha256"), ("a", "perplexity"), ("a", "requantize_mismatches")]
+        );
+        assert_eq!(out.summary(), "4 regressed");
+    }
+
+    #[test]
+    fn blessing_shows_the_change_and_cannot_bless_what_must_be_zero() {
+        let b = bench();
+        bless(&b);
+        let out = go(&b, Some("kernel order"), 11.0, "ab", 0.0).0.unwrap();
+        assert_eq!(out.blessed.len(), 2);
+        assert!(out.blessed.iter().all(|n| n.reason == "kernel order"));
+        assert_eq!(out.summary(), "1 pass, 3 regressed");
+        let err = go(&b, Some("no"), 10.0, "aa", 1.0).0.unwrap_err();
+        assert!(err.to_string().contains("requantize_mismatches"), "{err}");
+    }
+
+    #[test]
+    fn f102_bad_baselines_stop_the_run_before_anything_is_measured() {
+        let b = bench();
+        let (out, measured) = go(&b, None, 10.0, "aa", 0.0);
+        assert_eq!((out.unwrap_err().exit_code(), measured), (3, 0), "no baseline yet");
+        bless(&b);
+        let path = b.dir.path().join("baselines/quick-a.json");
+        let good = std::fs::read_to_string(&path).unwrap();
+        let damages: BTreeMap<&str, String> = [
+            ("other recipe", good.replace("\"recipe_sha256\": \"a\"", "\"recipe_sha256\": \"b\"")),
+            ("other seed", good.replace("\"seed\": 1", "\"seed\": 2")),
+            ("empty", String::new()),
+            ("cut", good[..40].to_string()),
+        ]
+        .into();
+        for (what, text) in damages {
+            std::fs::write(&path, text).unwrap();
+            let (out, measured) = go(&b, None, 10.0, "aa", 0.0);
+            assert_eq!((out.unwrap_err().exit_code(), measured), (3, 0), "{what}");
+            let notes = go(&b, Some("repair"), 10.0, "aa", 0.0).0.unwrap().notes;
+            assert!(notes.len() == 1 && notes[0].contains("baseline unusable"), "{what}: {notes:?}");
+        }
+    }
+}
