@@ -1,5 +1,5 @@
 //! What decides whether a float computation gives the same bits: architecture, operating system, the CPU features
-//! that kernels choose by, and the system's math library. Not a benchmark and not an identity of a machine.
+//! that kernels choose by, the first-level cache, and the system's math library. Not a benchmark and not an identity of a machine.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,6 +13,9 @@ pub struct Hardware {
     pub os: String,
     /// The features that any kernel chooses by and that this CPU has, sorted.
     pub features: Vec<String>,
+    /// Size and ways of the first-level data cache, by which float GEMMs cut their sums; `unknown` where the system
+    /// does not tell.
+    pub l1: String,
     /// Fingerprint of `exp`, `ln`, `sin`, `cos`, `tanh` and `powf` as this system computes them.
     pub math: String,
 }
@@ -24,6 +27,7 @@ impl Hardware {
             arch: std::env::consts::ARCH.into(),
             os: std::env::consts::OS.into(),
             features: features(),
+            l1: l1_cache(),
             math: math_fingerprint(),
         }
     }
@@ -34,6 +38,7 @@ impl Hardware {
             ("architecture", &self.arch, &other.arch),
             ("system", &self.os, &other.os),
             ("math library", &self.math, &other.math),
+            ("first-level cache", &self.l1, &other.l1),
         ] {
             if a != b {
                 return Some(format!("{what} {a} there, {b} here"));
@@ -72,6 +77,19 @@ fn features() -> Vec<String> {
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let list: [(&str, bool); 0] = [];
     list.iter().filter(|(_, has)| *has).map(|(name, _)| (*name).to_string()).collect()
+}
+
+fn l1_cache() -> String {
+    let read = |index: usize, what: &str| {
+        let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{what}");
+        std::fs::read_to_string(path).ok().map(|s| s.trim().to_string())
+    };
+    (0..8)
+        .find(|&i| {
+            read(i, "level").as_deref() == Some("1") && read(i, "type").is_some_and(|t| t == "Data" || t == "Unified")
+        })
+        .and_then(|i| Some(format!("{} {}-way", read(i, "size")?, read(i, "ways_of_associativity")?)))
+        .unwrap_or_else(|| "unknown".into())
 }
 
 /// FNV-1a over the bits of elementary functions at fixed points, 16 hex digits. These come from the system's math
