@@ -8,6 +8,7 @@ mod checks;
 mod config;
 mod error;
 mod folder;
+pub mod gguf;
 mod json;
 mod packed;
 mod quantization;
