@@ -1,3 +1,18 @@
-//! Fast paths of dsq, one folder per operation: scalar reference beside AVX2 (detected at run time).
+//! Fast paths per operation, one folder each, and the one home of `unsafe` in dsq: packed linear layers,
+//! convolutions, element-wise operations, attention. The path (scalar, AVX2, AVX-512) is chosen at run time.
+//!
+//! Where every path gives the same bits (linear layers and all that a language model runs on): such a kernel is
+//! written once, over a vector of 16 f32 lanes (`simd`), whose
+//! lane-wise operations are IEEE operations on every path. The order of the operations is part of each kernel's
+//! contract (its header), depends on the shape of one row only, and never on the number of threads or of rows.
+//!
+//! Not here: file formats (a disk layout never reaches a kernel), models, training loops.
 
 pub mod conv;
+mod isa;
+pub mod linear;
+mod parallel;
+mod simd;
+
+pub use isa::Isa;
+pub use linear::{FloatLinear, Int4Linear, Int8Linear};

@@ -1,0 +1,282 @@
+//! The memory layout of a packed linear layer, and the packing into it. Not a disk layout.
+//!
+//! Layout: rows (outputs) in blocks of 16; the reduction in groups, each cut into segments of at most
+//! [`SEGMENT`] values, each segment padded to octets (8 values). One octet of one block is contiguous:
+//! - INT4: sixteen u32 (one cache line), word `r` holds the codes of row `r`, value `j` in bits `4j..4j+4`, plus 8;
+//! - INT8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
+//!
+//! Blocks follow one another, so a thread reads its part of the weights as one stream. Scales are kept in their
+//! stored dtype and zero points as i8, both `[block][group][16]`. Padding is never read as a value.
+
+use dsq_quant::{FloatType, QuantError, QuantType, QuantizedMatrix};
+use half::{bf16, f16};
+
+/// Rows of a block: the lanes of a vector.
+pub(crate) const BLOCK: usize = crate::simd::LANES;
+/// Longest run of the reduction that is summed before its scale is applied.
+pub(crate) const SEGMENT: usize = 64;
+/// Values of the reduction in one octet.
+pub(crate) const OCTET: usize = 8;
+
+/// How the values of a layer are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Storage {
+    Int(QuantType),
+    Float(FloatType),
+}
+
+impl Storage {
+    fn bits(self) -> usize {
+        match self {
+            Storage::Int(q) => q.bits(),
+            Storage::Float(f) => f.bits(),
+        }
+    }
+}
+
+/// A run of the reduction dimension with one scale.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Segment {
+    /// First column.
+    pub at: usize,
+    /// Columns, 1 to [`SEGMENT`].
+    pub len: usize,
+    /// Its group.
+    pub group: usize,
+    /// Its first octet within a block.
+    pub octet: usize,
+}
+
+/// Bytes at a cache-line boundary.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lines(Vec<Line>);
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Lines {
+    fn zeroed(bytes: usize) -> Self {
+        Self(vec![Line([0; 64]); bytes.div_ceil(64)])
+    }
+
+    pub(crate) fn as_ptr(&self) -> *const u8 {
+        self.0.as_ptr().cast()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len() * 64
+    }
+
+    /// Writes `bytes` at byte `at`. Panics out of range, as a slice does.
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        for (i, &b) in bytes.iter().enumerate() {
+            self.0[(at + i) / 64].0[(at + i) % 64] = b;
+        }
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        self.0[at / 64].0[at % 64]
+    }
+
+    fn or(&mut self, at: usize, bits: u8) {
+        self.0[at / 64].0[at % 64] |= bits;
+    }
+}
+
+/// The scales of integer codes.
+#[derive(Debug, Clone)]
+pub(crate) struct Scales {
+    pub dtype: FloatType,
+    pub bytes: Lines,
+    /// i8 as bytes; empty when symmetric.
+    pub zeros: Lines,
+}
+
+/// A packed `[n, k]` matrix.
+#[derive(Debug, Clone)]
+pub(crate) struct Panels {
+    pub n: usize,
+    pub k: usize,
+    pub storage: Storage,
+    pub groups: usize,
+    pub segments: Vec<Segment>,
+    /// Bytes of one block of 16 rows.
+    pub block_bytes: usize,
+    pub weights: Lines,
+    /// None for float storage.
+    pub scales: Option<Scales>,
+}
+
+fn segments(k: usize, group_len: usize) -> Vec<Segment> {
+    let mut out: Vec<Segment> = Vec::new();
+    let mut octet = 0;
+    let group_len = group_len.max(1);
+    for (group, start) in (0..k).step_by(group_len).enumerate() {
+        let end = (start + group_len).min(k);
+        for at in (start..end).step_by(SEGMENT) {
+            let len = SEGMENT.min(end - at);
+            out.push(Segment { at, len, group, octet });
+            octet += len.div_ceil(OCTET);
+        }
+    }
+    out
+}
+
+impl Panels {
+    fn empty(n: usize, k: usize, storage: Storage, group_len: usize) -> Self {
+        let segments = segments(k, group_len);
+        let octets = segments.last().map_or(0, |s| s.octet + s.len.div_ceil(OCTET));
+        let block_bytes = octets * OCTET * BLOCK * storage.bits() / 8;
+        let weights = Lines::zeroed(n.div_ceil(BLOCK) * block_bytes);
+        let groups = segments.last().map_or(0, |s| s.group + 1);
+        Self { n, k, storage, groups, segments, block_bytes, weights, scales: None }
+    }
+
+    /// Packs a quantized matrix.
+    pub(crate) fn pack_codes(q: &QuantizedMatrix) -> Result<Self, QuantError> {
+        q.validate()?;
+        let mut p = Self::empty(q.n, q.k, Storage::Int(q.args.qtype), q.group_len());
+        for row in 0..q.n {
+            let codes = &q.codes[row * q.k..(row + 1) * q.k];
+            for i in 0..p.segments.len() {
+                let s = p.segments[i];
+                for (j, &code) in codes[s.at..s.at + s.len].iter().enumerate() {
+                    let at = p.value_at(row, s, j);
+                    match q.args.qtype {
+                        QuantType::Int4 => p.weights.or(at, ((code + 8) as u8) << (4 * (j % 2))),
+                        QuantType::Int8 => p.weights.or(at, code as u8),
+                    }
+                }
+            }
+        }
+        let (dtype, blocks) = (q.args.scale_dtype, q.n.div_ceil(BLOCK));
+        let width = dtype.bits() / 8;
+        let cells = blocks * p.groups * BLOCK;
+        let mut bytes = Lines::zeroed(cells * width);
+        let mut zeros = Lines::zeroed(if q.zeros.is_empty() { 0 } else { cells });
+        for row in 0..q.n {
+            for group in 0..p.groups {
+                let cell = (row / BLOCK * p.groups + group) * BLOCK + row % BLOCK;
+                let from = q.scale_index(row, group);
+                put_float(&mut bytes, cell * width, q.scales[from], dtype);
+                if let Some(&z) = q.zeros.get(from) {
+                    zeros.put(cell, &[z as u8]);
+                }
+            }
+        }
+        p.scales = Some(Scales { dtype, bytes, zeros });
+        Ok(p)
+    }
+
+    /// Packs a float matrix, rounding to `dtype` (nearest, ties to even).
+    pub(crate) fn pack_floats(w: &[f32], n: usize, k: usize, dtype: FloatType) -> Result<Self, QuantError> {
+        if w.len() != n * k {
+            return Err(QuantError::Length { what: "weight", expected: n * k, got: w.len() });
+        }
+        let mut p = Self::empty(n, k, Storage::Float(dtype), k);
+        for row in 0..n {
+            for i in 0..p.segments.len() {
+                let s = p.segments[i];
+                for j in 0..s.len {
+                    let at = p.value_at(row, s, j);
+                    put_float(&mut p.weights, at, w[row * k + s.at + j], dtype);
+                }
+            }
+        }
+        Ok(p)
+    }
+
+    /// The first byte of value `j` of segment `s` of `row` (of its nibble pair for INT4).
+    fn value_at(&self, row: usize, s: Segment, j: usize) -> usize {
+        let octet_bytes = OCTET * BLOCK * self.storage.bits() / 8;
+        let octet = row / BLOCK * self.block_bytes + (s.octet + j / OCTET) * octet_bytes;
+        let (lane, j) = (row % BLOCK, j % OCTET);
+        octet
+            + match self.storage.bits() {
+                4 => lane * 4 + j / 2,
+                bits => (j * BLOCK + lane) * bits / 8,
+            }
+    }
+
+    /// The values of one row, as [`QuantizedMatrix::dequantize`] gives them.
+    pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
+        for s in &self.segments {
+            let (scale, zero) = self.scale_and_zero(row, s.group);
+            for j in 0..s.len {
+                let at = self.value_at(row, *s, j);
+                let b = |i: usize| self.weights.byte(at + i);
+                out[s.at + j] = match self.storage {
+                    Storage::Int(QuantType::Int4) => {
+                        (i32::from((b(0) >> (4 * (j % 2))) & 15) - 8 - zero) as f32 * scale
+                    }
+                    Storage::Int(QuantType::Int8) => (i32::from(b(0) as i8) - zero) as f32 * scale,
+                    Storage::Float(FloatType::F32) => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
+                    Storage::Float(FloatType::F16) => f16::from_le_bytes([b(0), b(1)]).to_f32(),
+                    Storage::Float(FloatType::Bf16) => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
+                };
+            }
+        }
+    }
+
+    /// Scale and zero point of a row's group; 1 and 0 for float storage.
+    pub(crate) fn scale_and_zero(&self, row: usize, group: usize) -> (f32, i32) {
+        let Some(s) = &self.scales else { return (1.0, 0) };
+        let cell = (row / BLOCK * self.groups + group) * BLOCK + row % BLOCK;
+        let b = |i: usize| s.bytes.byte(cell * s.dtype.bits() / 8 + i);
+        let scale = match s.dtype {
+            FloatType::F32 => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
+            FloatType::F16 => f16::from_le_bytes([b(0), b(1)]).to_f32(),
+            FloatType::Bf16 => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
+        };
+        (scale, if s.zeros.len() == 0 { 0 } else { i32::from(s.zeros.byte(cell) as i8) })
+    }
+
+    /// Bytes held in memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.weights.len()
+            + self.scales.as_ref().map_or(0, |s| s.bytes.len() + s.zeros.len())
+            + std::mem::size_of_val(&self.segments[..])
+    }
+
+    /// Overwrites every byte that holds no value: the nibbles, values, scales and zero points of padding.
+    #[cfg(test)]
+    pub(crate) fn poison_padding(&mut self) {
+        let mut used = vec![0u8; self.weights.len()];
+        for row in 0..self.n {
+            for s in &self.segments {
+                for j in 0..s.len {
+                    let at = self.value_at(row, *s, j);
+                    match self.storage.bits() {
+                        4 => used[at] |= 15 << (4 * (j % 2)),
+                        bits => used[at..at + bits / 8].fill(0xff),
+                    }
+                }
+            }
+        }
+        for (at, &mask) in used.iter().enumerate() {
+            self.weights.or(at, !mask);
+        }
+        let (n, groups) = (self.n, self.groups);
+        if let Some(s) = &mut self.scales {
+            let width = s.dtype.bits() / 8;
+            for row in n..n.div_ceil(BLOCK) * BLOCK {
+                for group in 0..groups {
+                    let cell = (row / BLOCK * groups + group) * BLOCK + row % BLOCK;
+                    s.bytes.put(cell * width, &vec![0xff; width]);
+                    if s.zeros.len() > 0 {
+                        s.zeros.put(cell, &[0x7f]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn put_float(to: &mut Lines, at: usize, x: f32, dtype: FloatType) {
+    match dtype {
+        FloatType::F32 => to.put(at, &x.to_le_bytes()),
+        FloatType::F16 => to.put(at, &f16::from_f32(x).to_le_bytes()),
+        FloatType::Bf16 => to.put(at, &bf16::from_f32(x).to_le_bytes()),
+    }
+}

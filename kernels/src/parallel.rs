@@ -1,0 +1,64 @@
+//! Work split over outputs on the current rayon pool. Never splits a reduction: the parts do not change any bit.
+
+use std::ops::Range;
+
+/// Runs `body` on ranges that partition `0..items`: one a thread of the current pool, of equal length up to one,
+/// cut at multiples of `grain`.
+pub(crate) fn split(items: usize, grain: usize, body: &(impl Fn(Range<usize>) + Sync)) {
+    let grains = items.div_ceil(grain.max(1));
+    split_into(items, grain, rayon::current_num_threads().min(grains), body);
+}
+
+fn split_into(items: usize, grain: usize, parts: usize, body: &(impl Fn(Range<usize>) + Sync)) {
+    let grains = items.div_ceil(grain.max(1));
+    let at = |part: usize| (grains * part / parts.max(1) * grain).min(items);
+    fn go(first: usize, parts: usize, at: &(impl Fn(usize) -> usize + Sync), body: &(impl Fn(Range<usize>) + Sync)) {
+        match parts {
+            0 => {}
+            1 => body(at(first)..at(first + 1)),
+            _ => {
+                let half = parts / 2;
+                rayon::join(|| go(first, half, at, body), || go(first + half, parts - half, at, body));
+            }
+        }
+    }
+    go(0, parts, &at, body);
+}
+
+/// A pointer into an output buffer of which the parts write disjoint places.
+#[derive(Clone, Copy)]
+pub(crate) struct OutPtr(pub *mut f32);
+
+// SAFETY: the kernels that share an `OutPtr` write disjoint places of one exclusively borrowed buffer.
+unsafe impl Send for OutPtr {}
+// SAFETY: as above.
+unsafe impl Sync for OutPtr {}
+
+impl OutPtr {
+    /// The pointer (a method, so that closures capture the wrapper and not the raw field).
+    #[inline(always)]
+    pub fn get(self) -> *mut f32 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[test]
+    fn parts_cover_everything_once() {
+        for items in [0, 1, 7, 16, 33] {
+            for grain in [1, 4] {
+                for parts in 1..6 {
+                    let seen = Mutex::new(Vec::new());
+                    split_into(items, grain, parts, &|r| seen.lock().unwrap().extend(r));
+                    let mut seen = seen.into_inner().unwrap();
+                    seen.sort_unstable();
+                    assert_eq!(seen, (0..items).collect::<Vec<_>>(), "{items} {grain} {parts}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! A vector of 16 f32 lanes on every path: `[f32; 16]`, two AVX2 registers, or one AVX-512 register.
+//!
+//! Every operation works lane by lane and is the IEEE operation (fused multiply-add rounds once), so a kernel
+//! written over [`Simd`] gives the same bits on every path. All methods are inlined into an entry function that
+//! enables the features (see `dispatch!`).
+//!
+//! Safety of every method: the CPU supports the path; pointers are valid for the bytes named in the comment.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(crate) use scalar::Scalar;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+/// Lanes of a vector.
+pub(crate) const LANES: usize = 16;
+
+#[allow(clippy::missing_safety_doc)]
+pub(crate) trait Simd: Copy {
+    /// Sixteen f32 lanes.
+    type V: Copy;
+    /// Row blocks (of 16) and tokens of the register tile of the multi-token kernel.
+    const TILE_BLOCKS: usize;
+    const TILE_TOKENS: usize;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    /// 64 readable bytes.
+    unsafe fn load(p: *const f32) -> Self::V;
+    /// 64 writable bytes.
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is nibble `j` of word `i`, minus 8.
+    unsafe fn nibble(p: *const u8, j: i32) -> Self::V;
+    /// 16 readable bytes: sixteen i8.
+    unsafe fn int8(p: *const u8) -> Self::V;
+    /// 32 readable bytes: sixteen IEEE binary16.
+    unsafe fn f16(p: *const u8) -> Self::V;
+    /// 32 readable bytes: sixteen bfloat16.
+    unsafe fn bf16(p: *const u8) -> Self::V;
+    /// Asks for the cache line at `p` (any address).
+    unsafe fn prefetch(p: *const u8);
+}
+
+/// Calls `$kernel::<S>($args)` on the path `$isa`, inside a function that enables the path's features.
+macro_rules! dispatch {
+    ($isa:expr, $kernel:ident $(::<$($g:ty),*>)? ($($arg:ident : $t:ty),* $(,)?)) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        unsafe fn on_avx2($($arg: $t),*) {
+            // SAFETY: forwarded to the caller of the kernel; the features are enabled here.
+            unsafe { $kernel::<$crate::simd::Avx2 $($(, $g)*)?>($($arg),*) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+        unsafe fn on_avx512($($arg: $t),*) {
+            // SAFETY: as above.
+            unsafe { $kernel::<$crate::simd::Avx512 $($(, $g)*)?>($($arg),*) }
+        }
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            $crate::Isa::Avx512 => on_avx512($($arg),*),
+            #[cfg(target_arch = "x86_64")]
+            $crate::Isa::Avx2 => on_avx2($($arg),*),
+            _ => $kernel::<$crate::simd::Scalar $($(, $g)*)?>($($arg),*),
+        }
+    }};
+}
+pub(crate) use dispatch;

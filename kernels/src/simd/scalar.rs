@@ -1,0 +1,64 @@
+//! The 16-lane vector in plain Rust.
+
+use super::{LANES, Simd};
+use half::{bf16, f16};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Scalar;
+
+#[inline(always)]
+fn zip(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+// SAFETY (all methods): pointers are read or written unaligned within the bytes that the trait names.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Scalar {
+    type V = [f32; LANES];
+    const TILE_BLOCKS: usize = 1;
+    const TILE_TOKENS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { p.cast::<Self::V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe { p.cast::<Self::V>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| x + y)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| x - y)
+    }
+    #[inline(always)]
+    unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
+        let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
+        words.map(|w| ((u32::from_le(w) >> (4 * j)) & 15) as f32 - 8.0)
+    }
+    #[inline(always)]
+    unsafe fn int8(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn f16(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[u16; LANES]>().read_unaligned() }.map(|h| f16::from_bits(h).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn bf16(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[u16; LANES]>().read_unaligned() }.map(|h| bf16::from_bits(h).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
+}

@@ -1,0 +1,150 @@
+//! The 16-lane vector in AVX2 (two registers) and AVX-512 (one register).
+
+use super::Simd;
+use std::arch::x86_64::*;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+/// Applies a two-register operation half by half.
+macro_rules! halves {
+    ($f:ident, $a:expr, $b:expr) => {
+        [$f($a[0], $b[0]), $f($a[1], $b[1])]
+    };
+}
+
+// SAFETY (all methods): the caller runs on a CPU with AVX2, FMA and F16C; pointers as the trait says.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx2 {
+    type V = [__m256; 2];
+    const TILE_BLOCKS: usize = 1;
+    const TILE_TOKENS: usize = 6;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe {
+            _mm256_storeu_ps(p, v[0]);
+            _mm256_storeu_ps(p.add(8), v[1]);
+        }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_add_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_sub_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            let half = |p: *const u8| {
+                let words = _mm256_loadu_si256(p.cast());
+                let field = _mm256_and_si256(_mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), _mm256_set1_epi32(15));
+                _mm256_cvtepi32_ps(_mm256_sub_epi32(field, _mm256_set1_epi32(8)))
+            };
+            [half(p), half(p.add(32))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn int8(p: *const u8) -> Self::V {
+        unsafe {
+            let half = |p: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
+            [half(p), half(p.add(8))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn f16(p: *const u8) -> Self::V {
+        unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast()))] }
+    }
+    #[inline(always)]
+    unsafe fn bf16(p: *const u8) -> Self::V {
+        unsafe {
+            let half = |p: *const u8| {
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))
+            };
+            [half(p), half(p.add(16))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch(p.cast(), _MM_HINT_T0) }
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+// SAFETY (all methods): the caller runs on a CPU with AVX-512F; pointers as the trait says.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx512 {
+    type V = __m512;
+    const TILE_BLOCKS: usize = 2;
+    const TILE_TOKENS: usize = 12;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // The permutation reads the low 4 bits of each lane: shift and look up, no mask, no conversion.
+            let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
+            let words = _mm512_loadu_si512(p.cast());
+            _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
+        }
+    }
+    #[inline(always)]
+    unsafe fn int8(p: *const u8) -> Self::V {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn f16(p: *const u8) -> Self::V {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn bf16(p: *const u8) -> Self::V {
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch(p.cast(), _MM_HINT_T0) }
+    }
+}
