@@ -79,6 +79,9 @@ pub enum CheckpointError {
     /// A recipe or a command line asks for what cannot be done (exit code 2).
     #[error("{0}")]
     Usage(Box<Fault>),
+    /// Values that cannot be stored without becoming something else (exit code 6).
+    #[error("{0}")]
+    Numerics(Box<Fault>),
     /// The operating system refused (exit code 4).
     #[error("{}: cannot {action}: {source}", printable(&file.to_string_lossy()))]
     Io {
@@ -126,6 +129,11 @@ impl CheckpointError {
         Self::Usage(Box::new(Fault::new(Severity::Error, file, field, problem)))
     }
 
+    /// Values that cannot be stored.
+    pub fn numerics(file: &Path, tensor: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Numerics(Box::new(Fault::new(Severity::Error, file, tensor, problem)))
+    }
+
     /// A refusal by the operating system.
     pub fn io(file: &Path, action: &'static str, source: std::io::Error) -> Self {
         Self::Io { file: file.to_path_buf(), action, source }
@@ -138,7 +146,7 @@ impl CheckpointError {
 
     /// Adds a hint to an invalid artifact or a usage error; the others have their own.
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
-        if let Self::Invalid(fault) | Self::Usage(fault) = &mut self {
+        if let Self::Invalid(fault) | Self::Usage(fault) | Self::Numerics(fault) = &mut self {
             fault.hint = Some(hint.into());
         }
         self
@@ -149,6 +157,7 @@ impl CheckpointError {
         match self {
             Self::Invalid(_) => 3,
             Self::Usage(_) => 2,
+            Self::Numerics(_) => 6,
             Self::Io { .. } | Self::NoSpace { .. } => 4,
             Self::Quant { source, .. } => match source {
                 QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. } => 6,
@@ -161,7 +170,7 @@ impl CheckpointError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Invalid(fault) | Self::Usage(fault) => fault.hint.clone(),
+            Self::Invalid(fault) | Self::Usage(fault) | Self::Numerics(fault) => fault.hint.clone(),
             Self::NoSpace { .. } => Some("free some space or choose another --out; nothing was written".into()),
             Self::Quant { source: QuantError::ScaleOverflow { .. }, .. } => {
                 Some("store the scales in bf16 or f32 (--scale-dtype bf16)".into())

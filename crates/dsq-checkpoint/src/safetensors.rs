@@ -8,8 +8,9 @@
 use crate::json::{PlainU64, not_json, open_regular};
 use crate::{CheckpointError, Dtype, NamedTensor, TensorInfo, printable};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
+use std::borrow::Cow;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -352,24 +353,48 @@ fn dims<E: Error>(list: Vec<PlainU64>) -> Result<Vec<usize>, E> {
         .collect()
 }
 
-/// Bytes of a safetensors file that holds `tensors` (each: name, dtype, shape).
-pub(crate) fn file_size<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize])>) -> u64 {
-    let list: Vec<_> = tensors.collect();
-    let data: u64 = list.iter().map(|(_, d, s)| (s.iter().product::<usize>() * d.size()) as u64).sum();
-    header(&list).len() as u64 + data
+/// A tensor about to be written: its bytes are asked for when their turn comes, so that a large model is never held
+/// twice.
+pub(crate) struct Pending<'a> {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Box<dyn Fn() -> Cow<'a, [u8]> + 'a>,
+}
+
+impl<'a> Pending<'a> {
+    /// Bytes by dtype and shape.
+    pub(crate) fn len(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * self.dtype.size()) as u64
+    }
+}
+
+impl<'a> From<&'a NamedTensor> for Pending<'a> {
+    fn from(t: &'a NamedTensor) -> Self {
+        let (dtype, shape) = (t.data.dtype(), t.data.shape().to_vec());
+        Self { name: t.name.clone(), dtype, shape, bytes: Box::new(|| t.data.to_bytes()) }
+    }
+}
+
+/// Widest dtype first, then by name, as the reference implementation does: every tensor is aligned to its element size.
+pub(crate) fn sort(tensors: &mut [Pending]) {
+    tensors.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
+}
+
+/// Bytes of a safetensors file that holds `tensors`.
+pub(crate) fn file_size(tensors: &[Pending]) -> u64 {
+    header(tensors).len() as u64 + tensors.iter().map(Pending::len).sum::<u64>()
 }
 
 /// The header with its length in front, padded with spaces so that the data starts at a multiple of 8.
-fn header(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
+fn header(tensors: &[Pending]) -> Vec<u8> {
     let mut map = serde_json::Map::new();
     map.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
-    let mut at = 0usize;
-    for (name, dtype, shape) in tensors {
-        let end = at + shape.iter().product::<usize>() * dtype.size();
-        map.insert(
-            (*name).into(),
-            serde_json::json!({"dtype": dtype.name(), "shape": shape, "data_offsets": [at, end]}),
-        );
+    let mut at = 0u64;
+    for t in tensors {
+        let end = at + t.len();
+        let entry = serde_json::json!({"dtype": t.dtype.name(), "shape": t.shape, "data_offsets": [at, end]});
+        map.insert(t.name.clone(), entry);
         at = end;
     }
     let mut text = serde_json::Value::Object(map).to_string().into_bytes();
@@ -379,34 +404,42 @@ fn header(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
     out
 }
 
-/// Writes `tensors`, in an order that keeps every tensor aligned to its element size (widest dtype first, then by
-/// name, as the reference implementation does).
+/// Checks what is to be written: names that can be read back and occur once, ranks within the format.
 ///
 /// # Errors
-/// [`CheckpointError::Usage`] for a name that occurs twice or data of another length than its shape; I/O errors.
-pub(crate) fn write_tensors(file: &mut File, path: &Path, tensors: &[NamedTensor]) -> Result<(), CheckpointError> {
-    let mut order: Vec<&NamedTensor> = tensors.iter().collect();
-    order.sort_by(|a, b| b.data.dtype().size().cmp(&a.data.dtype().size()).then_with(|| a.name.cmp(&b.name)));
-    let mut names = std::collections::HashSet::new();
-    for t in &order {
+/// [`CheckpointError::Usage`] naming the tensor.
+pub(crate) fn check_pending(path: &Path, tensors: &[Pending]) -> Result<(), CheckpointError> {
+    let mut names = HashSet::new();
+    for t in tensors {
         if t.name.is_empty() || t.name.len() > MAX_NAME || t.name.contains('\0') || t.name == "__metadata__" {
             return Err(CheckpointError::usage(path, &t.name, "not a name that a tensor can have"));
         }
         if !names.insert(t.name.as_str()) {
             return Err(CheckpointError::usage(path, &t.name, "tensor given twice; expected one, got 2"));
         }
-        let (expected, got) = (t.data.shape().iter().product::<usize>(), t.data.len());
-        if expected != got || t.data.shape().len() > MAX_RANK {
-            let problem = format!("shape {:?}: expected {expected} values, got {got}", t.data.shape());
+        if t.shape.len() > MAX_RANK {
+            let problem = format!("expected rank at most {MAX_RANK}, got {}", t.shape.len());
             return Err(CheckpointError::usage(path, &t.name, problem));
         }
     }
-    let heads: Vec<_> = order.iter().map(|t| (t.name.as_str(), t.data.dtype(), t.data.shape())).collect();
-    let mut out = std::io::BufWriter::with_capacity(1 << 20, file);
-    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e));
-    put(&header(&heads))?;
-    for t in &order {
-        put(&t.data.to_bytes())?;
+    Ok(())
+}
+
+/// Writes `tensors` in their order (see [`sort`]).
+///
+/// # Errors
+/// As [`check_pending`]; [`CheckpointError::Usage`] for data of another length than its shape; I/O errors.
+pub(crate) fn write_tensors(file: &mut File, path: &Path, tensors: &[Pending]) -> Result<(), CheckpointError> {
+    check_pending(path, tensors)?;
+    let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e));
+    put(&header(tensors))?;
+    for t in tensors {
+        let bytes = (t.bytes)();
+        if bytes.len() as u64 != t.len() {
+            let problem = format!("shape {:?}: expected {} bytes, got {}", t.shape, t.len(), bytes.len());
+            return Err(CheckpointError::usage(path, &t.name, problem));
+        }
+        put(&bytes)?;
     }
-    out.flush().map_err(|e| CheckpointError::io(path, "write", e))
+    Ok(())
 }

@@ -1,0 +1,487 @@
+//! Writing a model folder and proving it: the folder is re-read before it gets its name, and every code, scale, zero
+//! point and value is compared with what was to be written. Not the choice of codes (see `dsq-quant`).
+
+use crate::checkpoint::hex_sha256;
+use crate::packed::pack;
+use crate::quantization::QuantizationConfig;
+use crate::safetensors::{Pending, check_pending, file_size, sort};
+use crate::tensor::{conversion_loss, float_bytes};
+use crate::write::FolderWriter;
+use crate::{Checkpoint, CheckpointError, Dtype, LinearWeight, ModelConfig, NamedTensor, TensorData};
+use dsq_quant::{FloatType, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Name of the weight file.
+const WEIGHTS: &str = "model.safetensors";
+/// Name of the proof beside it.
+pub const PROOF_FILE: &str = "dsq-proof.json";
+
+/// One tensor or module of an export.
+#[derive(Debug, Clone)]
+pub enum ExportTensor {
+    /// A float tensor, rounded to `dtype` (nearest even).
+    Float {
+        /// Tensor name.
+        name: String,
+        /// Shape, outermost first.
+        shape: Vec<usize>,
+        /// Values, row major.
+        data: Vec<f32>,
+        /// Stored dtype.
+        dtype: FloatType,
+    },
+    /// Stored bytes of a source, copied bit for bit.
+    Copy {
+        /// Tensor name.
+        name: String,
+        /// Dtype.
+        dtype: Dtype,
+        /// Shape, outermost first.
+        shape: Vec<usize>,
+        /// Bytes, little endian.
+        bytes: Vec<u8>,
+    },
+    /// A quantized linear or convolution module.
+    Linear {
+        /// Module name.
+        module: String,
+        /// Shape of its weight: `[n, k]` or `[out, in, kh, kw]`.
+        shape: Vec<usize>,
+        /// Codes, scales, zero points.
+        matrix: QuantizedMatrix,
+        /// Static quantization of its input.
+        activation: Option<(QuantArgs, QParams)>,
+        /// The weight before it was quantized, for the proof.
+        source: Option<SourceRecord>,
+    },
+}
+
+/// What is known of a weight before it was quantized.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SourceRecord {
+    /// SHA-256 of its bytes (as stored, or as f32), in hex.
+    pub sha256: String,
+    /// Its stored type.
+    pub dtype: String,
+    /// Largest absolute difference to the grid.
+    pub max_abs_error: f64,
+    /// Frobenius norm of the difference over that of the weight (0 for a zero weight).
+    pub relative_error: f64,
+}
+
+impl SourceRecord {
+    /// The record of f32 weights `w` that became `matrix`.
+    pub fn of(w: &[f32], matrix: &QuantizedMatrix) -> Self {
+        Self::with_hash(hex_sha256(&float_bytes(w, FloatType::F32)), "F32".into(), w, matrix)
+    }
+
+    /// As [`SourceRecord::of`], for a source whose stored bytes have been hashed.
+    pub fn with_hash(sha256: String, dtype: String, w: &[f32], matrix: &QuantizedMatrix) -> Self {
+        let (mut max, mut err, mut norm) = (0.0f64, 0.0f64, 0.0f64);
+        for (v, x) in matrix.dequantize().iter().zip(w) {
+            let d = f64::from(*v) - f64::from(*x);
+            max = max.max(d.abs());
+            err += d * d;
+            norm += f64::from(*x).powi(2);
+        }
+        let relative_error = if norm == 0.0 { 0.0 } else { (err / norm).sqrt() };
+        Self { sha256, dtype, max_abs_error: max, relative_error }
+    }
+}
+
+/// What the export wrote and what the re-read found; also written as `dsq-proof.json`.
+#[derive(Debug, Clone, Serialize)]
+pub struct Proof {
+    /// Version of this record.
+    pub format_version: u32,
+    /// Version of dsq.
+    pub dsq_version: &'static str,
+    /// Bits per quantized weight, scales and zero points counted; 0 when nothing is quantized.
+    pub bits_per_weight: f64,
+    /// Bits per weight over all tensors of the model.
+    pub model_bits_per_weight: f64,
+    /// Bytes by class; the sum is the size of the weight file.
+    pub bytes: BTreeMap<&'static str, u64>,
+    /// What became of each source tensor.
+    pub tensors: Vec<TensorProof>,
+    /// SHA-256 of every other file of the folder.
+    pub files: BTreeMap<String, String>,
+}
+
+/// What became of one source tensor.
+#[derive(Debug, Clone, Serialize)]
+pub struct TensorProof {
+    /// Name of the source tensor.
+    pub name: String,
+    /// `quantized`, `copied`, `converted` or `dropped`.
+    pub became: &'static str,
+    /// Why it was dropped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<&'static str>,
+    /// The source, where it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source: Option<SourceRecord>,
+    /// Bits per weight as stored.
+    pub bits_per_weight: f64,
+    /// SHA-256 of each stored tensor.
+    pub stored: BTreeMap<String, String>,
+}
+
+/// Writes a model folder, re-reads it, proves it equal to what was given, and gives it its name. A tied `lm_head` is
+/// not written. Without `scheme` every tensor must be float.
+///
+/// # Errors
+/// [`CheckpointError::Usage`] (2) for an output folder in use or layers that contradict the scheme,
+/// [`CheckpointError::Numerics`] or [`CheckpointError::Quant`] (6) for values that cannot be stored,
+/// [`CheckpointError::NoSpace`] or [`CheckpointError::Io`] (4). Nothing is left behind.
+pub fn export_folder(
+    out: &Path,
+    config: &ModelConfig,
+    mut layers: Vec<ExportTensor>,
+    scheme: Option<&QuantConfig>,
+    aux: Vec<(String, Vec<u8>)>,
+    overwrite: bool,
+) -> Result<Proof, CheckpointError> {
+    let dropped = drop_tied_head(out, config, &mut layers)?;
+    for layer in &layers {
+        check_layer(out, layer, scheme)?;
+    }
+    let packed: Vec<Vec<NamedTensor>> = layers.iter().map(packed_tensors).collect();
+    let mut to_write: Vec<Pending> = layers.iter().zip(&packed).flat_map(|(l, tensors)| pending(l, tensors)).collect();
+    sort(&mut to_write);
+    check_pending(out, &to_write)?;
+    let weights_size = file_size(&to_write);
+    let files = folder_files(out, config, &layers, aux)?;
+    // The proof grows with the number of tensors; 1 KiB a tensor is more than it needs.
+    let needed = weights_size + files.iter().map(|(_, b)| b.len() as u64).sum::<u64>() + 1024 * layers.len() as u64;
+    let mut writer = FolderWriter::create(out, overwrite, needed)?;
+    writer.pending(WEIGHTS, to_write)?;
+    for (name, bytes) in &files {
+        writer.file(name, bytes)?;
+    }
+    let mut proof = prove(&writer, out, config, &layers, &packed, &files)?;
+    let stored: u64 = proof.bytes.values().sum();
+    proof.bytes.insert("header", weights_size - stored);
+    proof.tensors.extend(dropped);
+    let text = serde_json::to_vec_pretty(&proof).map_err(|e| CheckpointError::io(out, "write the proof", e.into()))?;
+    writer.file(PROOF_FILE, &text)?;
+    writer.commit()?;
+    Ok(proof)
+}
+
+/// Every layer of `config` that the scheme quantizes and whose reduction dimension the group size does not divide, as
+/// one error that lists them all (F084). Call it before any work.
+///
+/// # Errors
+/// [`CheckpointError::Usage`] (exit code 2).
+pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> Result<(), CheckpointError> {
+    let mut bad = Vec::new();
+    let mut group_size = 0;
+    for spec in config.linears() {
+        let Some(s) = scheme.scheme_for(&spec.module) else { continue };
+        if let Err(QuantError::GroupNotDividing { k, group_size: g }) = s.weights.group_len(spec.k()) {
+            group_size = g;
+            bad.push((spec.module, k));
+        }
+    }
+    if bad.is_empty() {
+        return Ok(());
+    }
+    let list: Vec<_> = bad.iter().map(|(m, k)| format!("{m} ({k})")).collect();
+    let problem = format!(
+        "expected a group size that divides in_features of every quantized layer, got {group_size}, which does not divide {} of them: {}",
+        bad.len(),
+        list.join(", ")
+    );
+    let ignore: Vec<_> = bad.iter().map(|(m, _)| format!("--ignore {m}")).collect();
+    let hint = format!("choose another group size, or leave these layers in float: {}", ignore.join(" "));
+    Err(CheckpointError::usage(file, "--group-size", problem).with_hint(hint))
+}
+
+/// Takes `lm_head` out of a tied model: it must be the embedding.
+fn drop_tied_head(
+    out: &Path,
+    config: &ModelConfig,
+    layers: &mut Vec<ExportTensor>,
+) -> Result<Option<TensorProof>, CheckpointError> {
+    let ModelConfig::Llama(c) = config else { return Ok(None) };
+    let head = |l: &ExportTensor| match l {
+        ExportTensor::Float { name, .. } | ExportTensor::Copy { name, .. } => name == "lm_head.weight",
+        ExportTensor::Linear { module, .. } => module == "lm_head",
+    };
+    let Some(at) = layers.iter().position(head).filter(|_| c.tie_word_embeddings) else { return Ok(None) };
+    let head = layers.remove(at);
+    let stored = |l: &ExportTensor| match l {
+        ExportTensor::Float { name, data, dtype, .. } => Some((name.clone(), float_bytes(data, *dtype))),
+        ExportTensor::Copy { name, bytes, .. } => Some((name.clone(), bytes.clone())),
+        ExportTensor::Linear { .. } => None,
+    };
+    let embedding = layers.iter().filter_map(stored).find(|(n, _)| n == "model.embed_tokens.weight");
+    let same = matches!((stored(&head), &embedding), (Some((_, h)), Some((_, e))) if h == *e);
+    if !same {
+        let problem = "tie_word_embeddings is true; expected the embedding itself, got another matrix";
+        return Err(CheckpointError::usage(out, "lm_head.weight", problem)
+            .with_hint("set tie_word_embeddings to false to store a matrix of its own"));
+    }
+    Ok(Some(TensorProof {
+        name: "lm_head.weight".into(),
+        became: "dropped",
+        reason: Some("tie_word_embeddings: it is model.embed_tokens.weight"),
+        source: None,
+        bits_per_weight: 0.0,
+        stored: BTreeMap::new(),
+    }))
+}
+
+fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Result<(), CheckpointError> {
+    match layer {
+        ExportTensor::Float { name, shape, data, dtype } => {
+            let expected = shape.iter().product::<usize>();
+            if expected != data.len() {
+                let problem = format!("shape {shape:?}: expected {expected} values, got {}", data.len());
+                return Err(CheckpointError::usage(out, name, problem));
+            }
+            if let Some(index) = data.iter().position(|x| !x.is_finite()) {
+                let count = data.iter().filter(|x| !x.is_finite()).count();
+                let e = QuantError::NonFinite { index, value: data[index], count };
+                return Err(CheckpointError::quant(out, name, e));
+            }
+            if let Some((index, count)) = conversion_loss(data, *dtype).overflow {
+                let problem = format!(
+                    "{count} values overflow {dtype}; expected at most {:e}, the first is {:e} at index {index}",
+                    dtype.max(),
+                    data[index]
+                );
+                return Err(CheckpointError::numerics(out, name, problem).with_hint("store this model in bf16 or f32"));
+            }
+            Ok(())
+        }
+        ExportTensor::Copy { .. } => Ok(()),
+        ExportTensor::Linear { module, shape, matrix, activation, .. } => {
+            let usage = |problem: String| Err(CheckpointError::usage(out, module, problem));
+            matrix.validate().map_err(|e| CheckpointError::quant(out, module, e))?;
+            let size = [shape.first().copied().unwrap_or(0), shape.iter().skip(1).product()];
+            if size != [matrix.n, matrix.k] {
+                return usage(format!(
+                    "shape {shape:?}: expected an [n, k] matrix of {size:?}, got [{}, {}]",
+                    matrix.n, matrix.k
+                ));
+            }
+            if size[0] == 0 || size[1] == 0 {
+                return usage(format!("expected at least one row and column, got shape {shape:?}"));
+            }
+            let Some(QuantScheme { weights, activations }) = scheme.and_then(|s| s.scheme_for(module)) else {
+                return usage("quantized, though the scheme leaves it in float; expected floats, got codes".into());
+            };
+            let given = activation.map(|(a, _)| a);
+            if *weights != matrix.args || *activations != given {
+                return usage(format!(
+                    "does not follow the scheme; expected {weights:?} and {activations:?}, got {:?} and {given:?}",
+                    matrix.args
+                ));
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The stored tensors of a quantized module; nothing for the others.
+fn packed_tensors(layer: &ExportTensor) -> Vec<NamedTensor> {
+    let ExportTensor::Linear { module, shape, matrix, activation, .. } = layer else { return Vec::new() };
+    let mut out = pack(module, shape, matrix);
+    if let Some((args, p)) = activation {
+        let one = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
+        let scale = TensorData::Float { shape: vec![1], data: vec![p.scale], dtype: args.scale_dtype };
+        out.push(one("input_scale", scale));
+        if args.mapping == dsq_quant::Mapping::Asymmetric {
+            out.push(one("input_zero_point", TensorData::I8 { shape: vec![1], data: vec![p.zero as i8] }));
+        }
+    }
+    out
+}
+
+fn pending<'a>(layer: &'a ExportTensor, packed: &'a [NamedTensor]) -> Vec<Pending<'a>> {
+    let one = |name: &str, dtype, shape: &[usize], bytes: Box<dyn Fn() -> Cow<'a, [u8]> + 'a>| {
+        vec![Pending { name: name.into(), dtype, shape: shape.to_vec(), bytes }]
+    };
+    match layer {
+        ExportTensor::Float { name, shape, data, dtype } => {
+            one(name, (*dtype).into(), shape, Box::new(|| float_bytes(data, *dtype).into()))
+        }
+        ExportTensor::Copy { name, dtype, shape, bytes } => {
+            one(name, *dtype, shape, Box::new(|| bytes.as_slice().into()))
+        }
+        ExportTensor::Linear { .. } => packed.iter().map(Pending::from).collect(),
+    }
+}
+
+/// `config.json` and the files beside the weights.
+fn folder_files(
+    out: &Path,
+    config: &ModelConfig,
+    layers: &[ExportTensor],
+    aux: Vec<(String, Vec<u8>)>,
+) -> Result<Vec<(String, Vec<u8>)>, CheckpointError> {
+    let mut value = config.to_json();
+    if let Value::Object(map) = &mut value {
+        let name = match main_dtype(layers) {
+            FloatType::F32 => "float32",
+            FloatType::F16 => "float16",
+            FloatType::Bf16 => "bfloat16",
+        };
+        map.insert("dtype".into(), json!(name));
+        map.insert("torch_dtype".into(), json!(name));
+        if let Some(q) = quantization_value(config, layers) {
+            map.insert("quantization_config".into(), q);
+        }
+    }
+    let text =
+        serde_json::to_vec_pretty(&value).map_err(|e| CheckpointError::io(out, "write config.json", e.into()))?;
+    let mut files = vec![("config.json".to_owned(), text)];
+    for (name, bytes) in aux {
+        if [WEIGHTS, PROOF_FILE].contains(&name.as_str()) || files.iter().any(|(n, _)| *n == name) {
+            let problem = "this file is the export's own, or is given twice; expected another name";
+            return Err(CheckpointError::usage(out, name, problem));
+        }
+        files.push((name, bytes));
+    }
+    Ok(files)
+}
+
+/// The dtype of most float values, which is the dtype of the model; that of the scales when all is quantized.
+fn main_dtype(layers: &[ExportTensor]) -> FloatType {
+    let mut counts = [0usize; 3];
+    let index = |t: FloatType| FloatType::ALL.iter().position(|a| *a == t).unwrap_or(0);
+    for layer in layers {
+        match layer {
+            ExportTensor::Float { data, dtype, .. } => counts[index(*dtype)] += data.len(),
+            ExportTensor::Copy { dtype, bytes, .. } => {
+                if let Some(t) = dtype.float() {
+                    counts[index(t)] += bytes.len() / dtype.size();
+                }
+            }
+            ExportTensor::Linear { matrix, .. } => counts[index(matrix.args.scale_dtype)] += matrix.scales.len(),
+        }
+    }
+    let best = (0..3).max_by_key(|&i| (counts[i], std::cmp::Reverse(i))).unwrap_or(0);
+    FloatType::ALL[best]
+}
+
+fn quantization_value(config: &ModelConfig, layers: &[ExportTensor]) -> Option<Value> {
+    let mut groups: Vec<(QuantArgs, Option<QuantArgs>, Vec<String>)> = Vec::new();
+    let mut quantized = Vec::new();
+    for layer in layers {
+        let ExportTensor::Linear { module, matrix, activation, .. } = layer else { continue };
+        quantized.push(module.as_str());
+        let key = (matrix.args, activation.map(|(a, _)| a));
+        match groups.iter_mut().find(|(w, a, _)| (*w, *a) == key) {
+            Some((_, _, modules)) => modules.push(module.clone()),
+            None => groups.push((key.0, key.1, vec![module.clone()])),
+        }
+    }
+    if groups.is_empty() {
+        return None;
+    }
+    let mut ignore: Vec<String> =
+        config.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(&m.as_str())).collect();
+    // A tied head is a module of its own for the tools that read this.
+    if matches!(config, ModelConfig::Llama(c) if c.tie_word_embeddings) {
+        ignore.push("lm_head".into());
+    }
+    Some(QuantizationConfig::to_value(&groups, &ignore))
+}
+
+/// Re-reads the temporary folder and compares everything with what was to be written.
+fn prove(
+    writer: &FolderWriter,
+    out: &Path,
+    config: &ModelConfig,
+    layers: &[ExportTensor],
+    packed: &[Vec<NamedTensor>],
+    files: &[(String, Vec<u8>)],
+) -> Result<Proof, CheckpointError> {
+    let differs = |what: &str| {
+        let text = format!("{what}: what was read back is not what was written");
+        Err(CheckpointError::io(out, "prove the export", std::io::Error::new(std::io::ErrorKind::InvalidData, text)))
+    };
+    let ckpt = Checkpoint::open(writer.path())?;
+    if ckpt.config() != config {
+        return differs("config.json");
+    }
+    for (name, bytes) in files {
+        let path = writer.path().join(name);
+        let back = std::fs::read(&path).map_err(|e| CheckpointError::io(&path, "read back", e))?;
+        if back != *bytes {
+            return differs(name);
+        }
+    }
+    let mut bytes = BTreeMap::new();
+    let mut tensors = Vec::new();
+    let (mut quantized_bits, mut quantized_weights, mut bits, mut weights) = (0u64, 0u64, 0u64, 0u64);
+    let mut count = 0;
+    for (layer, named) in layers.iter().zip(packed) {
+        let mut stored = BTreeMap::new();
+        let mut layer_bits = 0;
+        for p in pending(layer, named) {
+            let (dtype, back) = ckpt.read_stored(&p.name)?;
+            if dtype != p.dtype || back != *(p.bytes)() {
+                return differs(&p.name);
+            }
+            count += 1;
+            let class = match p.name.rsplit('.').next().unwrap_or_default() {
+                "weight_packed" => "codes",
+                "weight_scale" => "scales",
+                "weight_zero_point" => "zero_points",
+                "weight_shape" | "input_scale" | "input_zero_point" => "other",
+                _ => "float",
+            };
+            *bytes.entry(class).or_insert(0) += p.len();
+            if class != "other" {
+                layer_bits += p.len() * 8;
+            }
+            stored.insert(p.name, hex_sha256(&back));
+        }
+        let (name, became, source, n) = match layer {
+            ExportTensor::Float { name, data, dtype, .. } => {
+                let became = if *dtype == FloatType::F32 { "copied" } else { "converted" };
+                (name.clone(), became, None, data.len())
+            }
+            ExportTensor::Copy { name, dtype, bytes, .. } => (name.clone(), "copied", None, bytes.len() / dtype.size()),
+            ExportTensor::Linear { module, matrix, activation, source, .. } => {
+                let LinearWeight::Quantized(back) = ckpt.linear(module)? else { return differs(module) };
+                let values = back.dequantize();
+                let same = values.iter().zip(matrix.dequantize()).all(|(a, b)| a.to_bits() == b.to_bits());
+                if back != *matrix || !same || ckpt.activation(module)? != *activation {
+                    return differs(module);
+                }
+                quantized_bits += layer_bits;
+                quantized_weights += values.len() as u64;
+                (format!("{module}.weight"), "quantized", source.clone(), values.len())
+            }
+        };
+        bits += layer_bits;
+        weights += n as u64;
+        let bits_per_weight = ratio(layer_bits, n as u64);
+        tensors.push(TensorProof { name, became, reason: None, source, bits_per_weight, stored });
+    }
+    if ckpt.names().len() != count {
+        return differs("the list of tensors");
+    }
+    Ok(Proof {
+        format_version: 1,
+        dsq_version: env!("CARGO_PKG_VERSION"),
+        bits_per_weight: ratio(quantized_bits, quantized_weights),
+        model_bits_per_weight: ratio(bits, weights),
+        bytes,
+        tensors,
+        files: files.iter().map(|(n, b)| (n.clone(), hex_sha256(b))).collect(),
+    })
+}
+
+fn ratio(bits: u64, weights: u64) -> f64 {
+    if weights == 0 { 0.0 } else { bits as f64 / weights as f64 }
+}

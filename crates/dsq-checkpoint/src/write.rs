@@ -1,0 +1,348 @@
+//! Writing so that nothing is lost: a file or a whole folder appears under its name complete and synced, or not at
+//! all. Not what is in the files (see `safetensors.rs`, `export.rs`).
+
+use crate::safetensors::{Pending, sort, write_tensors};
+use crate::{CheckpointError, NamedTensor, printable};
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Marks temporary siblings; followed by the process id and a counter.
+const TEMP: &str = ".dsq-tmp-";
+static COUNTER: AtomicU64 = AtomicU64::new(0);
+
+/// Replaces the contents of one file: temporary sibling, fsync, rename, fsync of the folder. A file that exists keeps
+/// its mode; a new one gets the umask's. A symlink is followed: its target is replaced.
+///
+/// # Errors
+/// [`CheckpointError::Io`]; the old file is then as it was and the temporary one is gone.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let temp = sibling(&real)?;
+    let written = write_new(&temp, existing_mode(&real), |f| {
+        f.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e))
+    })
+    .and_then(|()| std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(path, "replace", e)));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&temp);
+        return written;
+    }
+    sync_dir(parent(&real))
+}
+
+/// Refuses an output that would damage an input: the same path (also through a symlink), an output inside an input
+/// folder, an input inside the output folder. Holds with `--overwrite` too.
+///
+/// # Errors
+/// [`CheckpointError::Usage`].
+pub fn check_output(inputs: &[&Path], out: &Path) -> Result<(), CheckpointError> {
+    let real_out = resolve(out);
+    for input in inputs {
+        let real = resolve(input);
+        let relation = if real == real_out {
+            "is the input"
+        } else if real_out.starts_with(&real) {
+            "lies inside the input"
+        } else if real.starts_with(&real_out) {
+            "holds the input"
+        } else {
+            continue;
+        };
+        let problem = format!("the output {relation}; expected another folder, got input {}", input.display());
+        return Err(CheckpointError::usage(out, "--out", problem));
+    }
+    Ok(())
+}
+
+/// The real path, of which the last parts need not exist yet; `..` after a part that does not exist undoes it.
+fn resolve(path: &Path) -> PathBuf {
+    let mut out = PathBuf::new();
+    for part in std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()).components() {
+        match part {
+            std::path::Component::ParentDir => {
+                out.pop();
+            }
+            other => out.push(other),
+        }
+        // Links are followed as they are met, so that `..` is that of the real folder.
+        out = out.canonicalize().unwrap_or(out);
+    }
+    out
+}
+
+/// Writes a folder as a whole: into a temporary sibling, which takes the name in one step at [`FolderWriter::commit`].
+/// Dropped before that, it leaves nothing behind.
+#[derive(Debug)]
+pub struct FolderWriter {
+    out: PathBuf,
+    temp: PathBuf,
+    replaces: bool,
+    committed: bool,
+}
+
+impl FolderWriter {
+    /// Begins a folder. `overwrite` allows to replace a folder that holds model files (and nothing else);
+    /// `bytes_needed` is compared with the free space of the file system.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Usage`] (2) for a folder that is not empty, [`CheckpointError::NoSpace`] or
+    /// [`CheckpointError::Io`] (4).
+    pub fn create(out: &Path, overwrite: bool, bytes_needed: u64) -> Result<Self, CheckpointError> {
+        let replaces = match out.symlink_metadata() {
+            Ok(_) => check_replaceable(out, overwrite)?,
+            Err(_) => false,
+        };
+        let real = resolve(out);
+        let dir = parent(&real);
+        std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
+        check_space(dir, bytes_needed)?;
+        remove_leftovers(&real);
+        let temp = sibling(&real)?;
+        std::fs::create_dir(&temp).map_err(|e| CheckpointError::io(out, "create a folder beside it", e))?;
+        let writer = Self { out: real, temp, replaces, committed: false };
+        set_mode(&writer.temp, existing_mode(&writer.out))?;
+        Ok(writer)
+    }
+
+    /// The temporary folder, to read back what was written.
+    pub fn path(&self) -> &Path {
+        &self.temp
+    }
+
+    /// Writes one file and syncs it.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Usage`] for a name that is no plain file name; [`CheckpointError::Io`].
+    pub fn file(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.with_file(name, |f, path| f.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e)))
+    }
+
+    /// Writes a safetensors file and syncs it.
+    ///
+    /// # Errors
+    /// As [`FolderWriter::file`], and for a name that occurs twice or data of another length than its shape.
+    pub fn safetensors(&mut self, name: &str, tensors: &[NamedTensor]) -> Result<(), CheckpointError> {
+        self.pending(name, tensors.iter().map(Pending::from).collect())
+    }
+
+    /// As [`FolderWriter::safetensors`], with bytes made on demand.
+    pub(crate) fn pending(&mut self, name: &str, mut tensors: Vec<Pending>) -> Result<(), CheckpointError> {
+        sort(&mut tensors);
+        self.with_file(name, |f, path| write_tensors(f, path, &tensors))
+    }
+
+    fn with_file(
+        &mut self,
+        name: &str,
+        write: impl FnOnce(&mut File, &Path) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
+        let plain = Path::new(name).file_name().is_some_and(|n| n == name) && !name.contains(['\\', '\0']);
+        if !plain {
+            let problem = format!("expected a plain file name, got {}", printable(name));
+            return Err(CheckpointError::usage(&self.out, "", problem));
+        }
+        // Errors name the place where the file was to be, not the temporary one.
+        let shown = self.out.join(name);
+        write_new(&self.temp.join(name), existing_mode(&shown), |f| write(f, &shown))
+    }
+
+    /// Gives the folder its name: syncs it, renames it (or exchanges it with the old folder, which is then removed),
+    /// syncs the parent.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`]; the old folder is then as it was.
+    pub fn commit(mut self) -> Result<(), CheckpointError> {
+        sync_dir(&self.temp)?;
+        let io = |e| CheckpointError::io(&self.out, "give the new folder its name", e);
+        if self.replaces {
+            exchange(&self.temp, &self.out).map_err(io)?;
+            // The old folder has the temporary name now, and goes.
+            self.committed = true;
+            sync_dir(parent(&self.out))?;
+            std::fs::remove_dir_all(&self.temp).map_err(|e| CheckpointError::io(&self.temp, "remove the old folder", e))
+        } else {
+            std::fs::rename(&self.temp, &self.out).map_err(io)?;
+            self.committed = true;
+            sync_dir(parent(&self.out))
+        }
+    }
+}
+
+impl Drop for FolderWriter {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = std::fs::remove_dir_all(&self.temp);
+        }
+    }
+}
+
+/// File name endings that a model folder holds; a folder with anything else is never replaced.
+const MODEL_FILES: [&str; 16] = [
+    "safetensors",
+    "json",
+    "jsonl",
+    "bin",
+    "pt",
+    "pth",
+    "gguf",
+    "onnx",
+    "h5",
+    "msgpack",
+    "model",
+    "jinja",
+    "txt",
+    "md",
+    "toml",
+    "csv",
+];
+
+/// Whether `out`, which exists, would be replaced (true) or is an empty folder (false).
+fn check_replaceable(out: &Path, overwrite: bool) -> Result<bool, CheckpointError> {
+    let entries = std::fs::read_dir(out).map_err(|e| CheckpointError::io(out, "use as the output folder", e))?;
+    let mut first = None;
+    for entry in entries {
+        let entry = entry.map_err(|e| CheckpointError::io(out, "list", e))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let known = Path::new(&name).extension().is_some_and(|e| MODEL_FILES.iter().any(|m| e == *m))
+            || name == "LICENSE"
+            || name == ".gitattributes";
+        let is_file = entry.file_type().is_ok_and(|t| !t.is_dir());
+        if overwrite && !(known && is_file) {
+            let problem = format!(
+                "will not be replaced; expected a folder with model files only, got {} in it",
+                printable(&name)
+            );
+            return Err(CheckpointError::usage(out, "--overwrite", problem).with_hint("choose another --out"));
+        }
+        first.get_or_insert(name);
+    }
+    match first {
+        None => Ok(false),
+        Some(_) if overwrite => Ok(true),
+        Some(name) => {
+            let problem = format!("expected a new or empty folder, got one with {} in it", printable(&name));
+            Err(CheckpointError::usage(out, "--out", problem).with_hint("choose another --out, or add --overwrite"))
+        }
+    }
+}
+
+#[cfg(unix)]
+fn check_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
+    let stat = rustix::fs::statvfs(dir).map_err(|e| CheckpointError::io(dir, "ask for free space", e.into()))?;
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if free < needed {
+        return Err(CheckpointError::NoSpace { dir: dir.to_path_buf(), needed, free });
+    }
+    Ok(())
+}
+
+#[cfg(not(unix))]
+fn check_space(_: &Path, _: u64) -> Result<(), CheckpointError> {
+    Ok(())
+}
+
+/// Swaps two folders in one step where the system can, else with two renames (undone when the second fails).
+fn exchange(new: &Path, old: &Path) -> std::io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
+            Ok(()) => return Ok(()),
+            Err(e) if e == rustix::io::Errno::INVAL || e == rustix::io::Errno::NOSYS => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    let mut aside = new.as_os_str().to_owned();
+    aside.push("-old");
+    let aside = PathBuf::from(aside);
+    std::fs::rename(old, &aside)?;
+    if let Err(e) = std::fs::rename(new, old) {
+        let _ = std::fs::rename(&aside, old);
+        return Err(e);
+    }
+    std::fs::rename(&aside, new)
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p,
+        _ => Path::new("."),
+    }
+}
+
+fn temp_prefix(path: &Path) -> Result<OsString, CheckpointError> {
+    let name = path.file_name().ok_or_else(|| CheckpointError::usage(path, "", "expected a path with a name"))?;
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(TEMP);
+    Ok(prefix)
+}
+
+fn sibling(path: &Path) -> Result<PathBuf, CheckpointError> {
+    let mut name = temp_prefix(path)?;
+    name.push(format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
+    Ok(parent(path).join(name))
+}
+
+/// Removes temporary folders of `path` whose process is gone (F094); one whose owner lives is left alone.
+fn remove_leftovers(path: &Path) {
+    let (Ok(prefix), Ok(entries)) = (temp_prefix(path), std::fs::read_dir(parent(path))) else { return };
+    let prefix = prefix.to_string_lossy().into_owned();
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.strip_prefix(&prefix).and_then(|rest| rest.split('-').next()?.parse::<u32>().ok());
+        let Some(pid) = pid else { continue };
+        // Without /proc nobody can be told dead, and nothing is removed.
+        let dead = Path::new("/proc/self").exists() && !Path::new(&format!("/proc/{pid}")).exists();
+        if dead && entry.file_type().is_ok_and(|t| t.is_dir()) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Creates a file that does not exist, fills and syncs it.
+fn write_new(
+    path: &Path,
+    mode: Option<u32>,
+    write: impl FnOnce(&mut File) -> Result<(), CheckpointError>,
+) -> Result<(), CheckpointError> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(|e| CheckpointError::io(path, "create", e))?;
+    set_mode(path, mode)?;
+    write(&mut file)?;
+    file.sync_all().map_err(|e| CheckpointError::io(path, "sync", e))
+}
+
+fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| CheckpointError::io(dir, "sync", e))
+}
+
+/// Permission bits of what exists under this name.
+#[cfg(unix)]
+fn existing_mode(path: &Path) -> Option<u32> {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(path).ok().map(|m| m.permissions().mode() & 0o777)
+}
+
+#[cfg(unix)]
+fn set_mode(path: &Path, mode: Option<u32>) -> Result<(), CheckpointError> {
+    use std::os::unix::fs::PermissionsExt;
+    let Some(mode) = mode else { return Ok(()) };
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+        .map_err(|e| CheckpointError::io(path, "set the mode", e))
+}
+
+#[cfg(not(unix))]
+fn existing_mode(_: &Path) -> Option<u32> {
+    None
+}
+
+#[cfg(not(unix))]
+fn set_mode(_: &Path, _: Option<u32>) -> Result<(), CheckpointError> {
+    Ok(())
+}
