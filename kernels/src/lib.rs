@@ -9,6 +9,7 @@
 //! Not here: file formats (a disk layout never reaches a kernel), models, training loops.
 
 pub mod conv;
+pub mod fake_quant;
 mod isa;
 pub mod linear;
 mod parallel;

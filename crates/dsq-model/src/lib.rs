@@ -1,1 +1,8 @@
-//! (being built)
+//! Float models with gradients on Burn: the Llama family, and (see `resnet`) a small residual network. They load
+//! from and save to checkpoints under the names of the public formats.
+//!
+//! Not quantization policy or training loops (see `dsq-train`), and not the inference runtime (see `dsq-runtime`):
+//! two forward passes exist on purpose, tied by the parity test.
+
+pub mod fake_quant;
+mod ops;

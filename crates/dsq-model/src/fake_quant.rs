@@ -1,0 +1,280 @@
+//! Fake quantization in the forward pass, with the clipped straight-through gradient. The formula is `dsq_quant`'s;
+//! the walk is `dsq_kernels::fake_quant`. Not the choice of which layers are quantized (see `dsq-train`, `qat`).
+
+use crate::ops::flex::{FlexTensor, contiguous, tensor, values};
+use burn::backend::autodiff::{
+    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+    grads::Gradients,
+    ops::{Backward, Ops, OpsKind, unary},
+};
+use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension, tensor::FloatTensor};
+use burn::tensor::Tensor;
+use dsq_kernels::fake_quant as kernel;
+use dsq_quant::{QParams, QuantArgs, QuantError};
+use std::sync::Arc;
+
+/// Where the quantization parameters come from.
+#[derive(Debug, Clone, Copy)]
+pub enum Grid {
+    /// From the minimum and maximum of each group of the tensor itself; `[n, k]` = first dimension, the rest.
+    OwnRange,
+    /// These, for the whole tensor.
+    Fixed(QParams),
+}
+
+/// The backend side of fake quantization.
+#[backend_extension(Flex, Autodiff)]
+pub trait FakeQuantOps: Backend {
+    /// Values on the grid, and the clipped straight-through gradient.
+    fn fake_quant(x: FloatTensor<Self>, args: QuantArgs, grid: Grid) -> FloatTensor<Self>;
+}
+
+impl FakeQuantOps for Flex {
+    fn fake_quant(x: FlexTensor, args: QuantArgs, grid: Grid) -> FlexTensor {
+        forward(x, &args, grid).0
+    }
+}
+
+impl<C: CheckpointStrategy> FakeQuantOps for Autodiff<Flex, C> {
+    fn fake_quant(x: FloatTensor<Self>, args: QuantArgs, grid: Grid) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct StraightThrough;
+
+        impl Backward<Flex, 1> for StraightThrough {
+            type State = Arc<Vec<u8>>;
+
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+                let inside = ops.state;
+                unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
+                    let grad = contiguous(grad);
+                    let mut out = vec![0.0; inside.len()];
+                    kernel::straight_through(values(&grad), &inside, &mut out)
+                        .expect("the gradient has the shape of the output");
+                    tensor(out, grad.shape())
+                });
+            }
+        }
+
+        let (x, node) = x.into_parts();
+        let (out, inside) = forward(x, &args, grid);
+        match StraightThrough.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(Arc::new(inside), out),
+            OpsKind::UnTracked(prep) => prep.finish(out),
+        }
+    }
+}
+
+fn forward(x: FlexTensor, args: &QuantArgs, grid: Grid) -> (FlexTensor, Vec<u8>) {
+    let x = contiguous(x);
+    let shape = x.shape();
+    let x = values(&x);
+    let (mut out, mut inside) = (vec![0.0; x.len()], vec![0u8; x.len()]);
+    let done = match grid {
+        Grid::OwnRange => {
+            let n = shape[0];
+            kernel::fake_quant_weight(x, n, x.len().checked_div(n).unwrap_or(0), args, &mut out, &mut inside)
+        }
+        Grid::Fixed(p) => kernel::fake_quant_with(x, args, p, &mut out, &mut inside),
+    };
+    match done {
+        // What cannot be quantized is NaN in the output; the training loop refuses the loss and names the tensor.
+        Ok(()) | Err(QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }) => {}
+        Err(e) => panic!("fake_quant: {e}: the settings were not checked with check_shape"),
+    }
+    (tensor(out, shape), inside)
+}
+
+/// Whether a weight of this shape can be fake-quantized: call it before the first forward pass.
+///
+/// # Errors
+/// [`QuantError::GroupNotDividing`].
+pub fn check_shape(shape: &[usize], args: &QuantArgs) -> Result<(), QuantError> {
+    args.group_len(shape.iter().skip(1).product()).map(|_| ())
+}
+
+/// A weight on the grid that ships: parameters from its own groups (not differentiated), clipped straight-through
+/// gradient. The first dimension is `n`, the others together are `k`. Bit-equal to
+/// `QuantizedMatrix::quantize(w, n, k, args)?.dequantize()`.
+///
+/// A group with a value that is not finite, or whose scale overflows its dtype, becomes NaN.
+///
+/// # Panics
+/// When [`check_shape`] refuses the shape.
+pub fn fake_quant_weight<const D: usize>(w: Tensor<D>, args: &QuantArgs) -> Tensor<D> {
+    Tensor::from_dispatch(<Dispatch as FakeQuantOps>::fake_quant(w.into_dispatch(), *args, Grid::OwnRange))
+}
+
+/// Activations on a fixed grid (one scale and zero point for the tensor), clipped straight-through gradient.
+/// Bit-equal to [`QuantArgs::fake_quantize`].
+pub fn fake_quant_activation<const D: usize>(x: Tensor<D>, args: &QuantArgs, p: QParams) -> Tensor<D> {
+    Tensor::from_dispatch(<Dispatch as FakeQuantOps>::fake_quant(x.into_dispatch(), *args, Grid::Fixed(p)))
+}
+
+/// [`fake_quant_activation`] in tensor operations: the reference of the fused form, forward and backward.
+pub fn fake_quant_activation_reference<const D: usize>(x: Tensor<D>, args: &QuantArgs, p: QParams) -> Tensor<D> {
+    let scale = Tensor::<1>::from_floats([p.scale], &x.device()).reshape([1; D]);
+    reference(x, args, scale, p.zero as f32)
+}
+
+/// [`fake_quant_weight`] of a symmetric weight in tensor operations: the reference of the fused form.
+///
+/// # Errors
+/// As `QuantizedMatrix::qparams_of`; asymmetric mapping (each group has its own zero point) is refused.
+pub fn fake_quant_weight_reference(w: Tensor<2>, args: &QuantArgs) -> Result<Tensor<2>, QuantError> {
+    if args.mapping != dsq_quant::Mapping::Symmetric {
+        let expected = "symmetric".to_owned();
+        return Err(QuantError::Setting { field: "mapping", expected, got: "asymmetric".into() });
+    }
+    let [n, k] = w.dims();
+    let host = w.clone().into_data().try_to_vec::<f32>().unwrap_or_default();
+    let params = dsq_quant::QuantizedMatrix::qparams_of(&host, n, k, *args)?;
+    let scales: Vec<f32> = params.iter().map(|p| p.scale).collect();
+    let groups = scales.len();
+    let scales = Tensor::<1>::from_floats(scales.as_slice(), &w.device()).reshape([groups, 1]);
+    Ok(reference(w.reshape([groups, n * k / groups]), args, scales, 0.0).reshape([n, k]))
+}
+
+fn reference<const D: usize>(x: Tensor<D>, args: &QuantArgs, scale: Tensor<D>, zero: f32) -> Tensor<D> {
+    let (qmin, qmax) = (args.qtype.qmin() as f32, args.qtype.qmax() as f32);
+    let c = (x / scale.clone()).add_scalar(zero).clamp(qmin, qmax);
+    // The rounding passes the gradient; the clamp stops it outside the range. `+ 0.0` turns -0.0 into the +0.0 of an
+    // integer code. (`c + (round(c) - c)` is exact: round(c) is 0 or within a factor of 2 of c.)
+    let q = c.clone() + (c.clone().round() - c).detach();
+    (q.sub_scalar(zero)).add_scalar(0.0) * scale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, Distribution};
+    use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix};
+
+    fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {
+        t.into_data().try_to_vec().unwrap()
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|v| v.to_bits()).collect()
+    }
+
+    fn int4(granularity: Granularity) -> QuantArgs {
+        QuantArgs::int4(granularity, FloatType::Bf16)
+    }
+
+    fn asym() -> (QuantArgs, QParams) {
+        let args =
+            QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) };
+        (args, args.qparams(-0.3, 1.7).unwrap())
+    }
+
+    #[test]
+    fn the_forward_pass_gives_the_shipped_weight() {
+        for device in [Device::flex(), Device::flex().autodiff()] {
+            for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)] {
+                let w = Tensor::<2>::random([48, 96], Distribution::Normal(0.0, 1.0), &device);
+                let args = int4(granularity);
+                let shipped = QuantizedMatrix::quantize(&host(w.clone()), 48, 96, args).unwrap().dequantize();
+                assert_eq!(bits(&host(fake_quant_weight(w.clone(), &args))), bits(&shipped));
+                // A view that is not contiguous, and a convolution's four dimensions.
+                let view = w.clone().transpose();
+                let want =
+                    QuantizedMatrix::quantize(&host(view.clone()), 96, 48, int4(Granularity::PerChannel)).unwrap();
+                assert_eq!(
+                    bits(&host(fake_quant_weight(view, &int4(Granularity::PerChannel)))),
+                    bits(&want.dequantize())
+                );
+                let conv = fake_quant_weight(w.reshape([48, 6, 4, 4]), &args);
+                assert_eq!((conv.dims(), bits(&host(conv.clone()))), ([48, 6, 4, 4], bits(&shipped)));
+            }
+        }
+    }
+
+    #[test]
+    fn c010_activations_round_ties_to_even() {
+        let args = QuantArgs::int4(Granularity::PerTensor, FloatType::F32);
+        let x = [0.5f32, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5, 6.5, 7.5, -8.5];
+        let x = Tensor::<1>::from_floats(x, &Device::flex());
+        let y = fake_quant_activation(x, &args, QParams { scale: 1.0, zero: 0 });
+        assert_eq!(host(y), [0.0, 2.0, 2.0, 0.0, -2.0, -2.0, 4.0, 6.0, 7.0, -8.0]);
+    }
+
+    #[test]
+    fn the_fused_form_is_bit_equal_to_the_tensor_operations_forward_and_backward() {
+        let device = Device::flex().autodiff();
+        let seed = Tensor::<2>::random([33, 64], Distribution::Normal(0.0, 1.0), &device);
+        let run = |f: &dyn Fn(Tensor<2>) -> Tensor<2>, x: &Tensor<2>| {
+            let x = x.clone().detach().require_grad();
+            let y = f(x.clone());
+            let grads = (y.clone() * seed.clone()).sum().backward();
+            (bits(&host(y)), bits(&host(x.grad(&grads).unwrap())))
+        };
+        let x = Tensor::<2>::random([33, 64], Distribution::Normal(0.0, 1.0), &device);
+        let mut shut = 0;
+        for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
+            let args = int4(granularity);
+            let fused = run(&|w| fake_quant_weight(w, &args), &x);
+            let plain = run(&|w| fake_quant_weight_reference(w, &args).unwrap(), &x);
+            assert_eq!(fused.0, plain.0, "{granularity:?}");
+            shut += assert_gradients_close(&fused.1, &plain.1);
+        }
+        assert!(shut > 0, "the weights have clipped ends");
+        let (args, p) = asym();
+        let fused = run(&|x| fake_quant_activation(x, &args, p), &x);
+        let plain = run(&|x| fake_quant_activation_reference(x, &args, p), &x);
+        assert_eq!(fused.0, plain.0);
+        assert!(assert_gradients_close(&fused.1, &plain.1) > 0, "the activations have clipped ends");
+    }
+
+    /// The reference multiplies and divides the gradient by the scale: two roundings, so 2 ulp; zeros must agree. Gives how
+    /// many are zero.
+    fn assert_gradients_close(fused: &[u32], plain: &[u32]) -> usize {
+        let (mut open, mut shut) = (0, 0);
+        for (&a, &b) in fused.iter().zip(plain) {
+            let (a, b) = (f32::from_bits(a), f32::from_bits(b));
+            assert!((a - b).abs() <= 2.0 * f32::EPSILON * a.abs(), "{a} against {b}");
+            if a == 0.0 { shut += 1 } else { open += 1 }
+        }
+        assert!(open > shut, "{open} open, {shut} shut");
+        shut
+    }
+
+    #[test]
+    fn the_gradient_is_that_of_the_clipped_identity_by_finite_differences() {
+        // Straight-through means: differentiate clamp(x, lo, hi) instead of the staircase. Central differences of it,
+        // away from the two kinks, against the gradient that the operation reports.
+        let (args, p) = asym();
+        let device = Device::flex().autodiff();
+        let lo = (args.qtype.qmin() - p.zero) as f32 * p.scale;
+        let hi = (args.qtype.qmax() - p.zero) as f32 * p.scale;
+        let x: Vec<f32> = (0..400).map(|i| -1.0 + 0.01 * i as f32 + 0.003).collect();
+        let t = Tensor::<1>::from_floats(x.as_slice(), &device).require_grad();
+        let grads = fake_quant_activation(t.clone(), &args, p).sum().backward();
+        let grad = host(t.grad(&grads).unwrap());
+        let h = 1e-3f64;
+        for (x, g) in x.iter().zip(grad) {
+            if (x - lo).abs() > 2e-3 && (x - hi).abs() > 2e-3 {
+                let f = |x: f64| x.clamp(f64::from(lo), f64::from(hi));
+                let slope = (f(f64::from(*x) + h) - f(f64::from(*x) - h)) / (2.0 * h);
+                assert!((slope - f64::from(g)).abs() < 1e-9, "x {x}: slope {slope}, gradient {g}");
+            }
+        }
+    }
+
+    #[test]
+    fn int8_and_asymmetric_weights_ship_what_they_train() {
+        for qtype in [QuantType::Int4, QuantType::Int8] {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                let args = QuantArgs { qtype, mapping, ..int4(Granularity::PerGroup(8)) };
+                let w = Tensor::<2>::random([9, 40], Distribution::Uniform(-0.2, 1.0), &Device::flex());
+                let shipped = QuantizedMatrix::quantize(&host(w.clone()), 9, 40, args).unwrap().dequantize();
+                assert_eq!(bits(&host(fake_quant_weight(w, &args))), bits(&shipped));
+            }
+        }
+    }
+
+    #[test]
+    fn f084_shapes_are_checked_before_work() {
+        assert!(check_shape(&[8, 6, 3, 3], &int4(Granularity::PerGroup(27))).is_ok());
+        assert!(check_shape(&[8, 6, 3, 3], &int4(Granularity::PerGroup(32))).is_err());
+    }
+}

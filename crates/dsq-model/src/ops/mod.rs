@@ -1,0 +1,5 @@
+//! Fused operations on Burn's CPU backend (Flex), with gradients. Each file holds one operation: its fused form (a
+//! backend extension whose arithmetic lives in `dsq-kernels`), the backward pass, and the form of plain tensor
+//! operations that it is tested against. Not layers (see `layers`), and no arithmetic of its own.
+
+pub(crate) mod flex;

@@ -1,0 +1,181 @@
+//! Fake quantization for training: values on the grid that will ship, and the straight-through mask. The arithmetic
+//! is that of [`dsq_quant::QuantArgs::fake_quantize`], bit for bit; this module only walks faster.
+//!
+//! - Shapes: `w`, `out`, `inside` `[n, k]`; groups as [`dsq_quant::QuantArgs::scale_shape`].
+//! - Layout: row major, contiguous.
+//! - Requires: AVX2 for the fast path (found at run time); any length, tails included.
+//! - Order: element-wise; a group's minimum and maximum do not depend on the order, so any thread count gives the
+//!   same bits.
+//! - Cost: one division, one round and one multiplication for each value; two reads, one write, one mask byte.
+//! - Error: none against the reference (bit-equal).
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod scalar;
+
+use dsq_quant::{QParams, QuantArgs, QuantError};
+use rayon::prelude::*;
+
+/// Values that one parallel task handles at least: below this, spawning costs more than it gains.
+const TASK: usize = 1 << 14;
+
+/// Fake-quantizes a weight by the ranges of its own groups: `out` gets the values on the grid and `inside` 1 where
+/// the straight-through gradient passes, else 0.
+///
+/// A group that cannot be quantized (a value that is not finite, or a scale that overflows its dtype) becomes NaN
+/// with an open mask, so that a training loop sees it in its loss; the error of the first such group is returned
+/// once everything else is done.
+///
+/// # Errors
+/// [`QuantError::Length`], [`QuantError::GroupNotDividing`] (nothing is written then),
+/// [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
+pub fn fake_quant_weight(
+    w: &[f32],
+    n: usize,
+    k: usize,
+    args: &QuantArgs,
+    out: &mut [f32],
+    inside: &mut [u8],
+) -> Result<(), QuantError> {
+    check_len("weight", n * k, w.len())?;
+    check_len("output", n * k, out.len())?;
+    check_len("mask", n * k, inside.len())?;
+    let [rows, groups] = args.scale_shape(n, k)?;
+    if w.is_empty() {
+        return Ok(());
+    }
+    let per_scale = (w.len() / (rows * groups)).max(1);
+    if per_scale > 4 * TASK {
+        // Few long groups (a per-tensor scale): split the walk inside a group instead.
+        return w
+            .chunks(per_scale)
+            .zip(out.chunks_mut(per_scale).zip(inside.chunks_mut(per_scale)))
+            .enumerate()
+            .map(|(i, (w, (out, inside)))| {
+                match qparams(w.par_chunks(TASK).map(range).reduce(empty, join), args, i, w) {
+                    Ok(p) => fake_quant_with(w, args, p, out, inside),
+                    Err(e) => poison(out, inside, e),
+                }
+            })
+            .fold(Ok(()), Result::and);
+    }
+    let run = (TASK / per_scale).max(1);
+    w.par_chunks(per_scale * run)
+        .zip(out.par_chunks_mut(per_scale * run).zip(inside.par_chunks_mut(per_scale * run)))
+        .enumerate()
+        .map(|(task, (w, (out, inside)))| {
+            let mut first = Ok(());
+            let groups = w.chunks(per_scale).zip(out.chunks_mut(per_scale).zip(inside.chunks_mut(per_scale)));
+            for (i, (w, (out, inside))) in groups.enumerate() {
+                let done = match qparams(range(w), args, task * run + i, w) {
+                    Ok(p) => {
+                        walk(w, args, p, out, inside);
+                        Ok(())
+                    }
+                    Err(e) => poison(out, inside, e),
+                };
+                first = first.and(done);
+            }
+            first
+        })
+        // The first error in index order, whatever finishes first.
+        .reduce(|| Ok(()), Result::and)
+}
+
+/// Fake-quantizes values against given parameters (a static activation range).
+///
+/// # Errors
+/// [`QuantError::Length`] when the buffers differ in length.
+pub fn fake_quant_with(
+    x: &[f32],
+    args: &QuantArgs,
+    p: QParams,
+    out: &mut [f32],
+    inside: &mut [u8],
+) -> Result<(), QuantError> {
+    check_len("output", x.len(), out.len())?;
+    check_len("mask", x.len(), inside.len())?;
+    x.par_chunks(TASK)
+        .zip(out.par_chunks_mut(TASK).zip(inside.par_chunks_mut(TASK)))
+        .for_each(|(x, (out, inside))| walk(x, args, p, out, inside));
+    Ok(())
+}
+
+/// The straight-through gradient: `grad` where `inside` is 1, else 0.
+///
+/// # Errors
+/// [`QuantError::Length`] when the buffers differ in length.
+pub fn straight_through(grad: &[f32], inside: &[u8], out: &mut [f32]) -> Result<(), QuantError> {
+    check_len("mask", grad.len(), inside.len())?;
+    check_len("output", grad.len(), out.len())?;
+    grad.par_chunks(TASK).zip(out.par_chunks_mut(TASK).zip(inside.par_chunks(TASK))).for_each(
+        |(grad, (out, inside))| {
+            for ((o, &g), &m) in out.iter_mut().zip(grad).zip(inside) {
+                *o = if m != 0 { g } else { 0.0 };
+            }
+        },
+    );
+    Ok(())
+}
+
+/// Minimum, maximum (0 included) and whether every value is finite.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Range {
+    lo: f32,
+    hi: f32,
+    finite: bool,
+}
+
+fn empty() -> Range {
+    Range { lo: 0.0, hi: 0.0, finite: true }
+}
+
+fn join(a: Range, b: Range) -> Range {
+    Range { lo: a.lo.min(b.lo), hi: a.hi.max(b.hi), finite: a.finite && b.finite }
+}
+
+fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QParams, QuantError> {
+    if !range.finite {
+        let at = w.iter().position(|x| !x.is_finite()).unwrap_or(0);
+        let count = w.iter().filter(|x| !x.is_finite()).count();
+        return Err(QuantError::NonFinite { index: group * w.len() + at, value: w[at], count });
+    }
+    args.qparams(range.lo, range.hi).map_err(|e| match e {
+        QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
+            QuantError::ScaleOverflow { group, lo, hi, scale, dtype }
+        }
+        other => other,
+    })
+}
+
+fn poison(out: &mut [f32], inside: &mut [u8], error: QuantError) -> Result<(), QuantError> {
+    out.fill(f32::NAN);
+    inside.fill(1);
+    Err(error)
+}
+
+fn range(x: &[f32]) -> Range {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: AVX2 was found.
+        return unsafe { avx2::range(x) };
+    }
+    scalar::range(x)
+}
+
+fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {
+    debug_assert!(x.len() == out.len() && x.len() == inside.len());
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: AVX2 was found; the three slices have one length (checked by the callers).
+        return unsafe { avx2::walk(x, args, p, out, inside) };
+    }
+    scalar::walk(x, args, p, out, inside);
+}
+
+fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), QuantError> {
+    if expected == got { Ok(()) } else { Err(QuantError::Length { what, expected, got }) }
+}
+
+#[cfg(test)]
+mod tests;

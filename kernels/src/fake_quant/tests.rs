@@ -1,0 +1,185 @@
+use super::*;
+use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix};
+
+/// xorshift, so that the kernels need no dependency for random values.
+fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
+    let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            s ^= s << 13;
+            s ^= s >> 7;
+            s ^= s << 17;
+            f((s >> 32) as u32)
+        })
+        .collect()
+}
+
+fn normal(n: usize, seed: u64) -> Vec<f32> {
+    values(4 * n, seed, |u| (f64::from(u) / 4294967296.0 - 0.5) as f32).chunks(4).map(|c| c.iter().sum()).collect()
+}
+
+fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
+    let mut out = Vec::new();
+    for &granularity in granularities {
+        for qtype in [QuantType::Int4, QuantType::Int8] {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                for scale_dtype in FloatType::ALL {
+                    out.push(QuantArgs { qtype, granularity, mapping, scale_dtype });
+                }
+            }
+        }
+    }
+    out
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|v| v.to_bits()).collect()
+}
+
+fn assert_walks_agree(x: &[f32], args: &QuantArgs, p: QParams) {
+    let (mut a, mut b) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+    let (mut ma, mut mb) = (vec![9u8; x.len()], vec![9u8; x.len()]);
+    scalar::walk(x, args, p, &mut a, &mut ma);
+    walk(x, args, p, &mut b, &mut mb);
+    assert_eq!(bits(&a), bits(&b), "{args:?} {p:?}");
+    assert_eq!(ma, mb, "{args:?} {p:?}");
+}
+
+#[test]
+fn c010_ties_round_to_even_on_the_fast_path() {
+    let args = QuantArgs::int4(Granularity::PerTensor, FloatType::F32);
+    let x = [0.5f32, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5, 6.5, 7.5, -8.5];
+    let (mut out, mut inside) = ([0.0; 10], [9u8; 10]);
+    fake_quant_with(&x, &args, QParams { scale: 1.0, zero: 0 }, &mut out, &mut inside).unwrap();
+    assert_eq!(bits(&out), bits(&[0.0, 2.0, 2.0, 0.0, -2.0, -2.0, 4.0, 6.0, 7.0, -8.0]));
+    assert_eq!(inside, [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]);
+}
+
+#[test]
+fn the_walks_agree_on_every_32nd_bit_pattern_of_f32() {
+    // Every sign, exponent and the upper 18 bits of the mantissa, NaN and infinities included; the low 5 bits vary.
+    let int4 = QuantArgs::int4(Granularity::PerTensor, FloatType::F32);
+    let cases = [
+        (int4, QParams { scale: 0.1, zero: 0 }),
+        (QuantArgs { mapping: Mapping::Asymmetric, ..int4 }, QParams { scale: 0.337_3, zero: -5 }),
+    ];
+    for (args, p) in cases {
+        (0u32..1 << 12).into_par_iter().for_each(|block| {
+            let pattern = |i: u32| (block << 15 | i) << 5 | (i.wrapping_mul(0x9E37_79B9) >> 27);
+            let x: Vec<f32> = (0u32..1 << 15).map(|i| f32::from_bits(pattern(i))).collect();
+            assert_walks_agree(&x, &args, p);
+        });
+    }
+}
+
+#[test]
+fn ties_and_neighbours_of_ties_agree_for_many_scales() {
+    for args in all_args(&[Granularity::PerTensor]) {
+        for seed in 0..50 {
+            let scale = args.scale_dtype.round(normal(1, seed)[0].abs() + 1e-3);
+            for zero in [0, -8, 3, 7] {
+                let zero = if args.mapping == Mapping::Symmetric { 0 } else { zero };
+                let x: Vec<f32> = (-300..=300)
+                    .flat_map(|i| {
+                        let tie = (i as f32 + 0.5) * scale;
+                        [tie, f32::from_bits(tie.to_bits() + 1), f32::from_bits(tie.to_bits() - 1), i as f32 * scale]
+                    })
+                    .collect();
+                assert_walks_agree(&x, &args, QParams { scale, zero });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_weight_lands_where_the_shipped_matrix_lands() {
+    // Odd sizes, so that tails and uneven tasks occur; the last shape takes the path for long groups.
+    for (n, k) in [(1, 1), (3, 7), (5, 96), (130, 192), (1, 100_003)] {
+        let granularities =
+            [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(if k % 32 == 0 { 32 } else { k })];
+        for args in all_args(&granularities) {
+            let w = normal(n * k, (n * 31 + k) as u64);
+            let (mut out, mut inside) = (vec![f32::NAN; n * k], vec![9u8; n * k]);
+            fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).unwrap();
+            let shipped = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+            assert_eq!(bits(&out), bits(&shipped.dequantize()), "{n}x{k} {args:?}");
+            let per_scale = n * k / shipped.scales.len();
+            for (i, (&x, &m)) in w.iter().zip(&inside).enumerate() {
+                assert_eq!(args.fake_quantize(x, shipped.qparams(i / per_scale)).1, m == 1, "{n}x{k} {args:?} {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn any_thread_count_gives_the_same_bits() {
+    let (n, k) = (257, 331);
+    let w = normal(n * k, 5);
+    for granularity in [Granularity::PerTensor, Granularity::PerChannel] {
+        let args = QuantArgs::int4(granularity, FloatType::Bf16);
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let (mut out, mut inside) = (vec![0.0; n * k], vec![0u8; n * k]);
+            pool.install(|| fake_quant_weight(&w, n, k, &args, &mut out, &mut inside)).unwrap();
+            (bits(&out), inside)
+        };
+        let one = run(1);
+        for threads in [2, 3, 7] {
+            assert_eq!(run(threads), one);
+        }
+    }
+}
+
+#[test]
+fn c001_f110_degenerate_groups_stay_finite() {
+    let k = 64;
+    let mut w = normal(k, 1);
+    w.extend(vec![0.0; k]);
+    w.extend((0..k).map(|i| if i % 2 == 0 { 1e-38 } else { -1e-38 }));
+    w.extend((0..k).map(|i| if i == 5 { 1e30 } else { 1.0 }));
+    for args in all_args(&[Granularity::PerChannel]) {
+        let (mut out, mut inside) = (vec![0.0; 4 * k], vec![9u8; 4 * k]);
+        let done = fake_quant_weight(&w, 4, k, &args, &mut out, &mut inside);
+        assert!(out[..3 * k].iter().all(|v| v.is_finite()), "{args:?}");
+        if args.scale_dtype == FloatType::F16 {
+            assert!(matches!(done, Err(QuantError::ScaleOverflow { group: 3, .. })), "{done:?}");
+            assert!(out[3 * k..].iter().all(|v| v.is_nan()));
+        } else {
+            assert!(done.is_ok() && out[3 * k..].iter().all(|v| v.is_finite()), "{args:?}");
+        }
+    }
+}
+
+#[test]
+fn f112_a_value_that_is_not_finite_poisons_its_group_alone_and_is_named() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for at in [0usize, 3, 9] {
+            let mut w = normal(4 * 10, 3);
+            w[20 + at] = bad;
+            let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
+            let (mut out, mut inside) = (vec![0.0; 40], vec![9u8; 40]);
+            let err = fake_quant_weight(&w, 4, 10, &args, &mut out, &mut inside).unwrap_err();
+            assert!(matches!(err, QuantError::NonFinite { index, count: 1, .. } if index == 20 + at), "{err}");
+            let nan: Vec<bool> = out.iter().map(|v| v.is_nan()).collect();
+            assert_eq!(nan, (0..40).map(|i| (20..30).contains(&i)).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn the_gradient_passes_where_the_mask_is_open() {
+    let grad = [1.0f32, f32::INFINITY, -3.0, f32::NAN];
+    let mut out = [9.0; 4];
+    straight_through(&grad, &[1, 0, 1, 0], &mut out).unwrap();
+    assert_eq!(out, [1.0, 0.0, -3.0, 0.0]);
+    assert!(straight_through(&grad, &[1], &mut out).is_err());
+}
+
+#[test]
+fn f084_sizes_that_do_not_fit_are_refused() {
+    let args = QuantArgs::int4(Granularity::PerGroup(3), FloatType::F32);
+    let err = fake_quant_weight(&[0.0; 8], 2, 4, &args, &mut [0.0; 8], &mut [0; 8]).unwrap_err();
+    assert_eq!(err, QuantError::GroupNotDividing { k: 4, group_size: 3 });
+    let err = fake_quant_weight(&[0.0; 7], 2, 4, &args, &mut [0.0; 8], &mut [0; 8]).unwrap_err();
+    assert!(matches!(err, QuantError::Length { what: "weight", expected: 8, got: 7 }));
+}
