@@ -1,0 +1,66 @@
+//! The loss curve of a run as an SVG file. Not a plotting library: plotters draws.
+
+use plotters::prelude::*;
+
+/// One line of the picture.
+pub struct Series {
+    /// Its name in the legend.
+    pub name: String,
+    /// (step, loss).
+    pub points: Vec<(f64, f64)>,
+}
+
+/// Draws losses over steps as SVG text. Non-finite points are left out; `None` when nothing is left to draw.
+pub fn loss_curve(title: &str, series: &[Series]) -> Option<String> {
+    let finite = |p: &&(f64, f64)| p.0.is_finite() && p.1.is_finite();
+    let points: Vec<_> = series.iter().flat_map(|s| s.points.iter().filter(finite)).collect();
+    let bounds = |f: fn(&(f64, f64)) -> f64| {
+        points.iter().fold(None, |b: Option<(f64, f64)>, p| {
+            let v = f(p);
+            Some(b.map_or((v, v), |(lo, hi)| (lo.min(v), hi.max(v))))
+        })
+    };
+    let ((x0, x1), (y0, y1)) = (bounds(|p| p.0)?, bounds(|p| p.1)?);
+    let margin = ((y1 - y0) * 0.05).max(1e-3);
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, (900, 500)).into_drawing_area();
+        area.fill(&WHITE).ok()?;
+        let mut chart = ChartBuilder::on(&area)
+            .caption(title, ("sans-serif", 20))
+            .margin(12)
+            .x_label_area_size(40)
+            .y_label_area_size(56)
+            .build_cartesian_2d(x0..x1.max(x0 + 1.0), y0 - margin..y1 + margin)
+            .ok()?;
+        chart.configure_mesh().x_desc("step").y_desc("loss").draw().ok()?;
+        for (i, s) in series.iter().enumerate() {
+            let color = Palette99::pick(i).to_rgba();
+            chart
+                .draw_series(LineSeries::new(s.points.iter().filter(finite).copied(), color.stroke_width(2)))
+                .ok()?
+                .label(s.name.clone())
+                .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2)));
+        }
+        chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw().ok()?;
+        area.present().ok()?;
+    }
+    Some(svg)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_every_series_and_leaves_out_what_is_not_finite() {
+        let series = |name: &str, points: &[(f64, f64)]| Series { name: name.into(), points: points.to_vec() };
+        let svg = loss_curve(
+            "tiny",
+            &[series("float", &[(0.0, 5.0), (1.0, f64::NAN), (2.0, 3.0)]), series("qat", &[(2.0, 3.1), (3.0, 3.0)])],
+        )
+        .unwrap();
+        assert!(svg.starts_with("<svg") && svg.contains("float") && svg.contains("qat") && !svg.contains("NaN"));
+        assert!(loss_curve("empty", &[series("float", &[(0.0, f64::NAN)])]).is_none());
+    }
+}

@@ -1,0 +1,272 @@
+//! Recipes: what a TOML file may say, its defaults and ranges, and the checks that need no training. The positions in
+//! error messages come from `reader.rs`; what is done with a recipe stands in `commands/train.rs`.
+
+mod reader;
+
+use crate::error::CliError;
+use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme};
+use reader::Section;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+
+/// A recipe, checked and with every default filled in.
+#[derive(Debug, Clone, Serialize)]
+pub struct Recipe {
+    /// Its name; the run folder is called so.
+    pub name: String,
+    /// The seed of everything random.
+    pub seed: u64,
+    /// What to do.
+    pub job: Job,
+}
+
+/// The kinds of model a recipe can train.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Job {
+    /// A Llama-like language model.
+    Lm(Box<LmJob>),
+    /// A ResNet with BatchNorm.
+    Cnn(Box<CnnJob>),
+}
+
+/// One phase of training a language model.
+#[derive(Debug, Clone, Serialize)]
+pub struct LmPhase {
+    /// Optimizer steps.
+    pub steps: usize,
+    /// Sequences in a step.
+    pub batch_size: usize,
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Steps of linear warm-up; then cosine to a tenth of the peak.
+    pub warmup_steps: usize,
+    /// AdamW weight decay of matrices (norms have none).
+    pub weight_decay: f64,
+    /// Largest global gradient norm.
+    pub grad_clip: f64,
+}
+
+/// A file that a recipe names. Its content, not its place, belongs to the recipe's digest.
+#[derive(Debug, Clone, Serialize)]
+pub struct DataFile {
+    /// Where it is.
+    #[serde(skip)]
+    pub path: PathBuf,
+    /// SHA-256 of its bytes, as hex.
+    pub sha256: String,
+}
+
+/// The language-model job.
+#[derive(Debug, Clone, Serialize)]
+pub struct LmJob {
+    /// The architecture.
+    pub model: dsq_checkpoint::LlamaConfig,
+    /// UTF-8 text to train on.
+    pub train_text: DataFile,
+    /// UTF-8 text that is never trained on.
+    pub heldout_text: DataFile,
+    /// tokenizer.json.
+    pub tokenizer: DataFile,
+    /// The float phase.
+    pub float: LmPhase,
+    /// The QAT phase.
+    pub qat: LmPhase,
+    /// Whether to train a float model with the QAT phase's tokens, for an honest comparison.
+    pub float_equal_tokens: bool,
+    /// Steps between checkpoints.
+    pub save_every: usize,
+    /// The grid.
+    pub quant: QuantSettings,
+    /// Tokens in an evaluation window.
+    pub eval_context: usize,
+    /// Most held-out tokens to evaluate on.
+    pub eval_tokens: usize,
+}
+
+/// The image-classification job.
+#[derive(Debug, Clone, Serialize)]
+pub struct CnnJob {
+    /// Settings of the training crate.
+    pub train: dsq_train::CnnTrainConfig,
+    /// The grid.
+    pub quant: QuantSettings,
+}
+
+/// The scheme and what it leaves in float.
+#[derive(Debug, Clone, Serialize)]
+pub struct QuantSettings {
+    /// Weights and activations.
+    pub scheme: QuantScheme,
+    /// Patterns of layers to leave in float.
+    pub ignore: Vec<String>,
+}
+
+impl QuantSettings {
+    /// The configuration that `dsq-train` and `dsq-checkpoint` take.
+    ///
+    /// # Errors
+    /// A pattern that does not parse (the recipe reader has checked that).
+    pub fn config(&self) -> Result<QuantConfig, CliError> {
+        QuantConfig::new(self.scheme, &self.ignore).map_err(|e| CliError::usage(e.to_string()))
+    }
+}
+
+impl Recipe {
+    /// Reads and checks a recipe; `overrides` are `--set key=value` texts.
+    ///
+    /// # Errors
+    /// Exit code 2 with line, column and caret.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Self, CliError> {
+        reader::load(path, overrides, |root| {
+            let name = root.string("name")?;
+            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) || name.starts_with('.') {
+                return Err(root.error(format!("name: expected letters, digits, `-`, `_` and `.`, got {name:?}")));
+            }
+            let seed = root.integer("seed", 0..=i64::MAX, Some(1))? as u64;
+            let mut model = root.table("model")?;
+            let job = match model.choice("architecture", &[("llama", true), ("resnet", false)], None)? {
+                true => Job::Lm(Box::new(read_lm(root, model)?)),
+                false => Job::Cnn(Box::new(read_cnn(root, model)?)),
+            };
+            Ok(Self { name, seed, job })
+        })
+    }
+
+    /// SHA-256 of everything that decides the result, as hex: comments, order and defaults left out make no difference.
+    pub fn digest(&self) -> String {
+        let text = serde_json::to_string(self).unwrap_or_default();
+        format!("{:x}", Sha256::digest(text.as_bytes()))
+    }
+}
+
+fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
+    let config = read_llama(model)?;
+
+    let mut data = root.table("data")?;
+    let (train_text, heldout_text, tokenizer) =
+        (data_file(&mut data, "train")?, data_file(&mut data, "heldout")?, data_file(&mut data, "tokenizer")?);
+    data.finish()?;
+
+    let mut train = root.table("train")?;
+    let float = read_phase(&mut train, &config, None)?;
+    let save_every = train.count("save_every", 1..=1_000_000, Some(50))?;
+    train.finish()?;
+
+    let mut qat_section = root.table("qat")?;
+    let qat = read_phase(&mut qat_section, &config, Some(&float))?;
+    let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
+    qat_section.finish()?;
+
+    let quant = read_quant(root.table("quant")?)?;
+
+    if let Some(mut export) = root.optional_table("export")? {
+        export.choice("format", &[("compressed-tensors", ())], Some(()))?;
+        export.finish()?;
+    }
+
+    let (mut eval_context, mut eval_tokens) = (float.seq_len, 32_768);
+    if let Some(mut eval) = root.optional_table("eval")? {
+        let longest = config.max_position_embeddings as i64;
+        eval_context = eval.count("context", 2..=longest, Some(float.seq_len as i64))?;
+        eval_tokens = eval.count("max_tokens", 1..=i64::MAX, Some(32_768))?;
+        eval.finish()?;
+    }
+    Ok(LmJob {
+        model: config,
+        train_text,
+        heldout_text,
+        tokenizer,
+        float,
+        qat,
+        float_equal_tokens,
+        save_every,
+        quant,
+        eval_context,
+        eval_tokens,
+    })
+}
+
+fn data_file(section: &mut Section, key: &'static str) -> Result<DataFile, CliError> {
+    let path = section.existing_path(key)?;
+    let bytes = std::fs::read(&path).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", path.display())))?;
+    Ok(DataFile { sha256: format!("{:x}", Sha256::digest(&bytes)), path })
+}
+
+fn read_llama(mut model: Section) -> Result<dsq_checkpoint::LlamaConfig, CliError> {
+    let hidden_size = model.count("hidden_size", 2..=65_536, None)?;
+    let heads = model.count("num_attention_heads", 1..=1024, None)?;
+    let kv_heads = model.count("num_key_value_heads", 1..=1024, Some(heads as i64))?;
+    let head_dim = model.count("head_dim", 2..=4096, Some((hidden_size / heads) as i64))?;
+    if !heads.is_multiple_of(kv_heads) {
+        return Err(model.error(format!(
+            "num_key_value_heads: expected a divisor of num_attention_heads = {heads}, got {kv_heads}"
+        )));
+    }
+    if !head_dim.is_multiple_of(2) {
+        return Err(model.error(format!("head_dim: expected an even number, got {head_dim}")));
+    }
+    let config = dsq_checkpoint::LlamaConfig {
+        hidden_size,
+        intermediate_size: model.count("intermediate_size", 1..=1_048_576, None)?,
+        num_hidden_layers: model.count("num_hidden_layers", 1..=1024, None)?,
+        num_attention_heads: heads,
+        num_key_value_heads: kv_heads,
+        head_dim,
+        vocab_size: model.count("vocab_size", 2..=1_048_576, None)?,
+        max_position_embeddings: model.count("max_position_embeddings", 2..=1_048_576, None)?,
+        rms_norm_eps: model.number("rms_norm_eps", 1e-12..=1.0, Some(1e-5))? as f32,
+        rope_theta: model.number("rope_theta", 1.0..=1e12, Some(10_000.0))? as f32,
+        tie_word_embeddings: model.boolean("tie_word_embeddings", true)?,
+        ..Default::default()
+    };
+    model.finish()?;
+    Ok(config)
+}
+
+fn read_phase(
+    section: &mut Section,
+    model: &dsq_checkpoint::LlamaConfig,
+    float: Option<&LmPhase>,
+) -> Result<LmPhase, CliError> {
+    let steps = section.count("steps", 1..=100_000_000, None)?;
+    let default = |f: fn(&LmPhase) -> usize, otherwise: i64| Some(float.map_or(otherwise, |p| f(p) as i64));
+    let longest = model.max_position_embeddings as i64;
+    Ok(LmPhase {
+        steps,
+        batch_size: section.count("batch_size", 1..=65_536, default(|p| p.batch_size, 8))?,
+        seq_len: section.count("seq_len", 2..=longest, default(|p| p.seq_len, longest.min(128)))?,
+        learning_rate: section.number("learning_rate", 1e-9..=10.0, None)?,
+        warmup_steps: section.count("warmup_steps", 0..=steps as i64, Some(steps as i64 / 20))?,
+        weight_decay: section.number("weight_decay", 0.0..=10.0, Some(float.map_or(0.1, |p| p.weight_decay)))?,
+        grad_clip: section.number("grad_clip", 1e-6..=1e6, Some(1.0))?,
+    })
+}
+
+fn read_quant(mut quant: Section) -> Result<QuantSettings, CliError> {
+    let scheme = quant.string("scheme")?;
+    let scale_dtype = quant.choice(
+        "scale_dtype",
+        &[("f32", FloatType::F32), ("f16", FloatType::F16), ("bf16", FloatType::Bf16)],
+        Some(FloatType::Bf16),
+    )?;
+    let named = quant.choice(
+        "granularity",
+        &[("group", None), ("channel", Some(Granularity::PerChannel)), ("tensor", Some(Granularity::PerTensor))],
+        Some(None),
+    )?;
+    let granularity = match named {
+        Some(granularity) => granularity,
+        None => Granularity::PerGroup(quant.count("group_size", 1..=65_536, Some(128))?),
+    };
+    let ignore = quant.strings("ignore")?;
+    for text in &ignore {
+        Pattern::new(text).map_err(|e| quant.error(e))?;
+    }
+    let scheme = QuantScheme::preset(&scheme, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    quant.finish()?;
+    Ok(QuantSettings { scheme, ignore })
+}

@@ -1,0 +1,3 @@
+//! The one integration test binary: what holds across crates, and the commands as a person runs them.
+
+mod architecture;
