@@ -1,0 +1,108 @@
+//! The one error type of training. Its texts name file, field and both values; it never prints.
+
+use dsq_checkpoint::CheckpointError;
+use dsq_quant::QuantError;
+use std::path::{Path, PathBuf};
+
+/// Why training cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// A setting that cannot work (exit code 2).
+    #[error("{field}: expected {expected}, got {got}")]
+    Setting {
+        /// Key of the recipe.
+        field: String,
+        /// What is allowed.
+        expected: String,
+        /// What was given.
+        got: String,
+    },
+    /// The run folder cannot be used as asked (exit code 2).
+    #[error("{}: {problem}", path.display())]
+    RunFolder {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong, with both values.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
+    /// A file of a run folder or a data set is broken (exit code 3).
+    #[error("{}: {problem}", path.display())]
+    Artifact {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with both values.
+        problem: String,
+    },
+    /// Reading or writing failed, or there is no room (exit code 4).
+    #[error("{}: {action}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// NaN or infinity during training (exit code 6).
+    #[error("{what} at step {step}: expected a finite number, got {value}")]
+    Numerics {
+        /// What is not finite.
+        what: String,
+        /// Global step.
+        step: u64,
+        /// Its value.
+        value: f64,
+    },
+    /// Stopped on request after a finished, saved step (exit code 130).
+    #[error("interrupted after step {step}; the checkpoint is in {}", path.display())]
+    Interrupted {
+        /// Last finished step.
+        step: u64,
+        /// The run folder.
+        path: PathBuf,
+    },
+    /// A tensor cannot be quantized.
+    #[error("{module}: {source}")]
+    Quant {
+        /// The layer.
+        module: String,
+        /// Why.
+        source: QuantError,
+    },
+    /// A model file.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+}
+
+impl TrainError {
+    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Self + use<'_> {
+        move |source| Self::Io { path: path.to_path_buf(), action, source }
+    }
+
+    /// The exit code of the command line.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Setting { .. } | Self::RunFolder { .. } => 2,
+            Self::Artifact { .. } => 3,
+            Self::Io { .. } => 4,
+            Self::Numerics { .. } => 6,
+            Self::Interrupted { .. } => 130,
+            Self::Quant { source: QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }, .. } => 6,
+            Self::Quant { .. } => 2,
+            Self::Checkpoint(e) => e.exit_code(),
+        }
+    }
+
+    /// What to do about it, when that is known.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::RunFolder { hint, .. } => Some(hint.clone()),
+            Self::Interrupted { .. } => Some("go on with --resume".into()),
+            Self::Numerics { .. } => Some("lower the learning rate, then --resume from the last checkpoint".into()),
+            Self::Checkpoint(e) => e.hint(),
+            _ => None,
+        }
+    }
+}
