@@ -123,7 +123,10 @@ impl Recipe {
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, CliError> {
         reader::load(path, overrides, |root| {
             let name = root.string("name")?;
-            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) || name.starts_with('.') {
+            if name.is_empty()
+                || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+                || name.starts_with('.')
+            {
                 return Err(root.error(format!("name: expected letters, digits, `-`, `_` and `.`, got {name:?}")));
             }
             let seed = root.integer("seed", 0..=i64::MAX, Some(1))? as u64;

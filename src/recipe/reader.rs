@@ -325,7 +325,9 @@ impl<'s> Section<'s> {
     ) -> Result<Vec<i64>, CliError> {
         let Some((_, node)) = self.take(key) else { return Ok(default.to_vec()) };
         let expected = format!("integers from {} to {}", range.start(), range.end());
-        let Value::Array(items) = &node.value else { return Err(self.wrong(key, &node, &format!("a list of {expected}"))) };
+        let Value::Array(items) = &node.value else {
+            return Err(self.wrong(key, &node, &format!("a list of {expected}")));
+        };
         if items.is_empty() {
             return Err(self.wrong(key, &node, &format!("a list of {expected} that is not empty")));
         }
@@ -344,7 +346,9 @@ impl<'s> Section<'s> {
         let Value::String(v) = &node.value else { return Err(self.wrong(key, &node, "a path")) };
         let path = self.path().parent().unwrap_or(Path::new("")).join(v);
         if !path.exists() {
-            return Err(self.source.error(&node.span, format!("{key}: expected a file or folder that exists, got {}", path.display())));
+            return Err(self
+                .source
+                .error(&node.span, format!("{key}: expected a file or folder that exists, got {}", path.display())));
         }
         Ok(path)
     }
@@ -353,10 +357,8 @@ impl<'s> Section<'s> {
     pub fn finish(self) -> Result<(), CliError> {
         let Some((key, (span, _))) = self.table.iter().min_by_key(|(_, (span, _))| span.start) else { return Ok(()) };
         let table = if self.name.is_empty() { String::new() } else { format!(" in [{}]", self.name) };
-        let near = nearest(key, &self.asked).map_or_else(
-            || format!("expected one of {}", self.asked.join(", ")),
-            |n| format!("did you mean `{n}`?"),
-        );
+        let near = nearest(key, &self.asked)
+            .map_or_else(|| format!("expected one of {}", self.asked.join(", ")), |n| format!("did you mean `{n}`?"));
         Err(self.source.error(span, format!("unknown key `{key}`{table}; {near}")))
     }
 }
@@ -434,7 +436,10 @@ mod tests {
     fn overrides_win_and_are_named_in_errors() {
         let ok = read("[quant]\ngroup_size = 32\n", &["quant.group_size=64", "quant.rate = 0.25"]).unwrap();
         assert_eq!((ok.0, ok.1), (64, 0.25));
-        assert_eq!(message("[quant]\n", &["quant.rate=2"]), "--set quant.rate = 2: rate: expected a number from 0 to 1, got 2");
+        assert_eq!(
+            message("[quant]\n", &["quant.rate=2"]),
+            "--set quant.rate = 2: rate: expected a number from 0 to 1, got 2"
+        );
         assert!(message("[quant]\n", &["quant.rat=0.1"]).contains("did you mean `rate`?"));
         assert!(message("[quant]\n", &["quant.rate"]).contains("expected key=value"));
         assert!(message("[quant]\n", &["quant.rate=abc"]).contains("got \"abc\""));

@@ -103,7 +103,10 @@ fn files_say_what_they_are_stay_short_and_keep_unsafe_in_kernels() {
         assert!(in_tests || code <= 800, "{name} has {code} lines before its tests");
         if !path.starts_with(root().join("kernels")) && !in_tests {
             let words = text.lines().filter(|l| !l.trim_start().starts_with("//"));
-            assert!(!words.into_iter().any(|l| l.contains("unsafe {") || l.contains("unsafe fn")), "{name} has unsafe code");
+            assert!(
+                !words.into_iter().any(|l| l.contains("unsafe {") || l.contains("unsafe fn")),
+                "{name} has unsafe code"
+            );
         }
     }
 }

@@ -77,7 +77,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Self + use<'_> {
+    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io { path: path.to_path_buf(), action, source }
     }
 

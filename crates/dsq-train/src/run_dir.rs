@@ -83,17 +83,24 @@ impl RunDir {
     /// [`TrainError::RunFolder`] for a folder in use, not empty, of another recipe (each differing field is listed) or
     /// of another format; [`TrainError::Io`].
     pub fn open(path: &Path, fingerprint: &Value, resume: bool, overwrite: bool) -> Result<Self, TrainError> {
-        let refuse = |problem: String, hint: &str| TrainError::RunFolder { path: path.into(), problem, hint: hint.into() };
+        let refuse =
+            |problem: String, hint: &str| TrainError::RunFolder { path: path.into(), problem, hint: hint.into() };
         if path.exists() && !path.is_dir() {
             return Err(refuse("expected a folder, got a file".into(), "choose another --out"));
         }
         let exists = path.join("run.json").exists();
         let empty = !path.exists() || fs::read_dir(path).map_err(TrainError::io(path, "list"))?.next().is_none();
         if resume && !exists {
-            return Err(refuse("expected a run folder to resume (run.json), got none".into(), "start without --resume"));
+            return Err(refuse(
+                "expected a run folder to resume (run.json), got none".into(),
+                "start without --resume",
+            ));
         }
         if !resume && !empty && !exists {
-            return Err(refuse("expected an empty or new folder, got one with other files".into(), "choose another --out"));
+            return Err(refuse(
+                "expected an empty or new folder, got one with other files".into(),
+                "choose another --out",
+            ));
         }
         if !resume && exists && !overwrite {
             return Err(refuse(
@@ -107,7 +114,8 @@ impl RunDir {
         if resume {
             let text = fs::read_to_string(&run_file).map_err(TrainError::io(&run_file, "read"))?;
             let artifact = |problem: String| TrainError::Artifact { path: run_file.clone(), problem };
-            let old: RunFile = serde_json::from_str(&text).map_err(|e| artifact(format!("not a run description: {e}")))?;
+            let old: RunFile =
+                serde_json::from_str(&text).map_err(|e| artifact(format!("not a run description: {e}")))?;
             if old.format != FORMAT {
                 return Err(artifact(format!("format: expected {FORMAT}, got {} (dsq {})", old.format, old.dsq)));
             }
@@ -123,12 +131,14 @@ impl RunDir {
                 remove_run(path)?;
                 fs::create_dir_all(path.join("checkpoints")).map_err(TrainError::io(path, "create"))?;
             }
-            let run = RunFile { format: FORMAT, dsq: env!("CARGO_PKG_VERSION").into(), fingerprint: fingerprint.clone() };
+            let run =
+                RunFile { format: FORMAT, dsq: env!("CARGO_PKG_VERSION").into(), fingerprint: fingerprint.clone() };
             let text = serde_json::to_string_pretty(&run).unwrap_or_default();
-            dsq_checkpoint::write_atomic(&run_file, text.as_bytes())?;
+            replace(&run_file, text.as_bytes())?;
         }
         let log_path = path.join("log.jsonl");
-        let log = OpenOptions::new().create(true).append(true).open(&log_path).map_err(TrainError::io(&log_path, "open"))?;
+        let log =
+            OpenOptions::new().create(true).append(true).open(&log_path).map_err(TrainError::io(&log_path, "open"))?;
         let this = Self { path: path.into(), log, _lock: lock };
         this.remove_leftovers()?;
         Ok(this)
@@ -234,7 +244,7 @@ impl RunDir {
             .map(|l| format!("{l}\n"))
             .collect();
         let path = self.path.join("log.jsonl");
-        dsq_checkpoint::write_atomic(&path, kept.as_bytes())?;
+        replace(&path, kept.as_bytes())?;
         self.log = OpenOptions::new().append(true).open(&path).map_err(TrainError::io(&path, "open"))?;
         Ok(())
     }
@@ -266,7 +276,10 @@ fn lock(path: &Path) -> Result<File, TrainError> {
         return match e {
             fs::TryLockError::WouldBlock => Err(TrainError::RunFolder {
                 path: path.into(),
-                problem: format!("in use by {}", if owner.trim().is_empty() { "another process" } else { owner.trim() }),
+                problem: format!(
+                    "in use by {}",
+                    if owner.trim().is_empty() { "another process" } else { owner.trim() }
+                ),
                 hint: "wait for it, or choose another --out".into(),
             }),
             fs::TryLockError::Error(source) => Err(TrainError::Io { path: lock_path, action: "lock", source }),
@@ -348,6 +361,13 @@ fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     file.sync_all().map_err(TrainError::io(path, "sync"))
 }
 
+fn replace(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    let temp = path.with_extension("tmp");
+    write_synced(&temp, bytes)?;
+    fs::rename(&temp, path).map_err(TrainError::io(path, "rename"))?;
+    sync_dir(path.parent().unwrap_or(path))
+}
+
 fn sync_dir(path: &Path) -> Result<(), TrainError> {
     File::open(path).and_then(|d| d.sync_all()).map_err(TrainError::io(path, "sync"))
 }
@@ -380,7 +400,11 @@ mod tests {
     fn snapshot(step: u64) -> Snapshot {
         let data = vec![1.5, -0.0, f32::MIN_POSITIVE / 2.0, step as f32];
         let tensor = |name: &str| StateTensor { name: name.into(), shape: vec![2, 2], data: data.clone() };
-        Snapshot { step, tensors: vec![tensor("model.a"), tensor("optimizer.a")], state: json!({"phase": "float", "position": step}) }
+        Snapshot {
+            step,
+            tensors: vec![tensor("model.a"), tensor("optimizer.a")],
+            state: json!({"phase": "float", "position": step}),
+        }
     }
 
     fn open(path: &Path, resume: bool, overwrite: bool) -> Result<RunDir, TrainError> {
@@ -407,7 +431,8 @@ mod tests {
         drop(open(dir.path(), false, false).unwrap());
         let other = json!({"lr": 0.2, "model": {"width": 16, "bias": true}});
         let text = RunDir::open(dir.path(), &other, true, false).unwrap_err().to_string();
-        for want in ["lr: expected 0.1 as in the run, got 0.2", "model.width: expected 8", "model.bias: expected null"] {
+        for want in ["lr: expected 0.1 as in the run, got 0.2", "model.width: expected 8", "model.bias: expected null"]
+        {
             assert!(text.contains(want), "{text}");
         }
         assert!(open(dir.path(), true, false).is_ok());
@@ -483,7 +508,12 @@ mod tests {
         for step in 1..=5 {
             run.log(&json!({"step": step, "loss": 1.0 / f64::from(step)})).unwrap();
         }
-        fs::OpenOptions::new().append(true).open(dir.path().join("log.jsonl")).unwrap().write_all(b"{\"step\": 6, \"lo").unwrap();
+        fs::OpenOptions::new()
+            .append(true)
+            .open(dir.path().join("log.jsonl"))
+            .unwrap()
+            .write_all(b"{\"step\": 6, \"lo")
+            .unwrap();
         run.truncate_log(3).unwrap();
         run.log(&json!({"step": 4})).unwrap();
         let steps: Vec<_> = run.read_log().unwrap().iter().map(|l| l["step"].as_u64().unwrap()).collect();
