@@ -126,7 +126,7 @@ def read_folder(folder):
     """Every tensor of a folder of safetensors, sharded or not."""
     from safetensors.torch import load_file
     tensors = {}
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for path in sorted(pathlib.Path(folder).glob("model*.safetensors")):
         tensors |= load_file(path)
     return tensors
 

@@ -2,7 +2,7 @@
 """Golden vectors from the Python tools that own each format or layer.
 
     pip install -r ../conformance/requirements.txt
-    python3 make_golden.py [int4] [llama] [resnet] [tokenizer] [versions]      (default: all of them)
+    python3 make_golden.py [int4] [llama] [training] [resnet] [tokenizer] [versions]      (default: all of them)
 
 Everything is seeded and single-threaded. A test reads the outputs; Python is not needed to run the tests.
 README.md beside this file says what each file holds.
@@ -205,6 +205,41 @@ def llama():
               f"f32 against f64 {err:.2e}")
 
 
+# ---------------------------------------------------------------- training
+
+def training():
+    """Ten AdamW steps of llama_tiny in torch, and the gradients of the first."""
+    from transformers import LlamaForCausalLM
+
+    folder = HERE / "llama_tiny_training"
+    folder.mkdir(exist_ok=True)
+    model = LlamaForCausalLM.from_pretrained(HERE / "llama_tiny", dtype=torch.float32, attn_implementation="eager").train()
+    g = torch.Generator().manual_seed(3000)
+    batch = torch.randint(0, 128, (4, 25), generator=g)
+    options = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    losses, tensors = [], {}
+    for step in range(11):
+        # Mean cross-entropy of tokens 1.. given those before; the embedding is also the output matrix.
+        logits = model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 128), batch[:, 1:].reshape(-1))
+        losses.append(loss.item())
+        if step == 10:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            tensors |= {f"grad.{n}": p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    tensors |= {f"final.{n}": p.data for n, p in model.named_parameters()}
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "training.safetensors")
+    write_json(folder / "training.json", {
+        "optimizer": "AdamW", **options, "decayed": "every parameter, norms and embedding too",
+        "loss": "mean cross-entropy over 4 x 24 next tokens", "batch": batch.tolist(),
+        "losses_before_each_step_and_after_the_last": losses})
+    print(f"training: loss {losses[0]:.6f} to {losses[-1]:.6f}")
+
+
 # ---------------------------------------------------------------- resnet
 
 def resnet():
@@ -301,7 +336,7 @@ def versions():
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    steps = {"int4": int4, "llama": llama, "resnet": resnet, "tokenizer": tokenizer, "versions": versions}
+    steps = {"int4": int4, "llama": llama, "training": training, "resnet": resnet, "tokenizer": tokenizer, "versions": versions}
     for name in sys.argv[1:] or steps:
         steps[name]()
 
