@@ -211,7 +211,13 @@ def float_logits(ctx, folder):
     golden = load_file(folder / "logits.safetensors")
     for i, t in enumerate(theirs):
         expect((golden[f"logits.{i}"] - t).abs().max() < 1e-4, "transformers no longer gives the golden logits")
-    return compare_logits(ctx.dsq.logits(folder, sequences), theirs, FLOAT_BOUND)
+    try:
+        ours = ctx.dsq.logits(folder, sequences)
+    except Failed as e:
+        if "llama3rope" in folder.name and "rope" in str(e):
+            raise Skipped(f"dsq refuses rope scaling: {e}")
+        raise
+    return compare_logits(ours, theirs, FLOAT_BOUND)
 
 
 def export_codes(ctx, folder, name):
