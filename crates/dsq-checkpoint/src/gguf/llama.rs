@@ -124,6 +124,7 @@ pub(crate) fn config(metadata: &Metadata, tensors: &[TensorEntry]) -> Result<Lla
     let num_attention_heads = keys.required_size("attention.head_count")?;
     let num_key_value_heads = keys.size("attention.head_count_kv")?.unwrap_or(num_attention_heads);
     let max_position_embeddings = keys.required_size("context_length")?;
+    let rows = vocab_rows(&mut keys, tensors)?;
     // The layers are listed below; their number must be backed by tensors first.
     let room = (tensors.len() as u64).saturating_sub(2) / LAYER_TENSORS;
     if num_hidden_layers as u64 > room {
@@ -146,7 +147,6 @@ pub(crate) fn config(metadata: &Metadata, tensors: &[TensorEntry]) -> Result<Lla
         return Err(metadata.invalid("llama.rope.freq_base", format!("expected a positive number, got {rope_theta}")));
     }
     refuse_variants(&mut keys)?;
-    let rows = vocab_rows(&mut keys, tensors)?;
     keys.refuse_the_rest()?;
     let ids = SpecialIds::read(metadata, rows)?;
     Ok(LlamaConfig {
