@@ -4,7 +4,6 @@
 mod commands;
 mod error;
 mod output;
-mod recipe;
 
 use clap::{Parser, Subcommand};
 use error::CliError;
