@@ -3,6 +3,7 @@
 
 use crate::config::fields::Fields;
 use crate::folder::Folder;
+use crate::gguf::GgufFile;
 use crate::json::{parse_json, read_bounded, read_json};
 use crate::packed::{StoredZeros, stored_scale_shape, stored_zero_shape, unpack};
 use crate::quantization::QuantizationConfig;
@@ -42,6 +43,7 @@ pub struct Checkpoint {
 #[derive(Debug)]
 enum Source {
     Folder(Folder),
+    Gguf(Box<GgufFile>),
 }
 
 /// The weight of a linear or convolution module as a matrix.
@@ -101,10 +103,15 @@ impl Checkpoint {
     }
 
     fn open_file(path: &Path) -> Result<Self, CheckpointError> {
-        let (_, _) = crate::json::open_regular(path)?;
-        let problem = "expected a model folder or a GGUF file, got another file";
-        let hint = "give the folder that holds config.json and model.safetensors";
-        Err(CheckpointError::invalid(path, "", problem).with_hint(hint))
+        if path.extension().is_some_and(|e| e == "safetensors" || e == "json") {
+            let problem = "expected a model folder or a GGUF file, got one file of a folder";
+            let hint = "give the folder that holds config.json and the weights";
+            return Err(CheckpointError::invalid(path, "", problem).with_hint(hint));
+        }
+        let file = GgufFile::open(path)?;
+        let config = file.config().clone();
+        let source = Source::Gguf(Box::new(file));
+        Ok(Self { path: path.to_path_buf(), config, quantization: None, source, faults: Vec::new() })
     }
 
     /// The folder or file.
@@ -126,6 +133,7 @@ impl Checkpoint {
     pub fn names(&self) -> Vec<String> {
         match &self.source {
             Source::Folder(f) => f.names().map(str::to_owned).collect(),
+            Source::Gguf(g) => g.names(),
         }
     }
 
@@ -133,6 +141,7 @@ impl Checkpoint {
     pub fn info(&self, name: &str) -> Option<TensorInfo> {
         match &self.source {
             Source::Folder(f) => f.find(name).map(|(_, e)| e.info()),
+            Source::Gguf(g) => g.info(name),
         }
     }
 
@@ -140,6 +149,7 @@ impl Checkpoint {
     pub fn dtype(&self, name: &str) -> Option<Dtype> {
         match &self.source {
             Source::Folder(f) => f.find(name).map(|(_, e)| e.dtype),
+            Source::Gguf(_) => None,
         }
     }
 
@@ -159,6 +169,7 @@ impl Checkpoint {
                 })?;
                 Ok(floats_from_bytes(&bytes, float))
             }
+            Source::Gguf(g) => g.read_f32(name),
         }
     }
 
@@ -172,6 +183,7 @@ impl Checkpoint {
                 let (file, entry) = f.find(name).ok_or_else(|| self.missing(name))?;
                 Ok((entry.dtype, file.read(entry)?))
             }
+            Source::Gguf(_) => Err(self.invalid(name, "expected a safetensors tensor, got a GGUF block type")),
         }
     }
 
@@ -182,10 +194,16 @@ impl Checkpoint {
     pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
         match &self.source {
             Source::Folder(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
+            Source::Gguf(g) => g.sha256(name),
         }
     }
 
-    /// Whether the weight of a module is stored as codes.
+    /// Whether this is a GGUF file.
+    pub fn is_gguf(&self) -> bool {
+        matches!(self.source, Source::Gguf(_))
+    }
+
+    /// Whether the weight of a module is stored as compressed-tensors codes.
     pub fn is_quantized(&self, module: &str) -> bool {
         self.info(&format!("{module}.weight_packed")).is_some()
     }
@@ -343,7 +361,10 @@ impl Checkpoint {
     /// # Errors
     /// I/O errors; [`CheckpointError::Invalid`] when it cannot be rebuilt.
     pub fn tokenizer_json(&self) -> Result<Option<Vec<u8>>, CheckpointError> {
-        self.aux_file("tokenizer.json")
+        match &self.source {
+            Source::Folder(_) => self.aux_file("tokenizer.json"),
+            Source::Gguf(g) => g.tokenizer_json(),
+        }
     }
 
     /// The chat template: `chat_template.jinja`, or the one in `tokenizer_config.json`, or the GGUF key.
@@ -363,6 +384,7 @@ impl Checkpoint {
                 let Some(bytes) = self.aux_file("tokenizer_config.json")? else { return Ok(None) };
                 chat_template_of(&parse_json(&bytes, &file)?, &file)
             }
+            Source::Gguf(g) => g.chat_template(),
         }
     }
 
@@ -379,6 +401,7 @@ impl Checkpoint {
                 }
                 read_bounded(&path, MAX_AUX_BYTES).map(Some)
             }
+            Source::Gguf(g) => Ok(g.aux_files()?.into_iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes)),
         }
     }
 
@@ -397,6 +420,7 @@ impl Checkpoint {
                 }
                 Ok(out)
             }
+            Source::Gguf(g) => g.aux_files(),
         }
     }
 
@@ -417,6 +441,11 @@ impl Checkpoint {
     /// that the bytes are most likely swapped, parameters that cannot be used.
     pub fn faults(&self) -> Vec<Fault> {
         let mut faults = self.faults.clone();
+        if let Source::Gguf(g) = &self.source {
+            // Its lint reads every tensor too.
+            faults.extend(g.faults());
+            return faults;
+        }
         faults.extend(crate::checks::lint(self));
         faults
     }

@@ -22,5 +22,6 @@ pub use config::{LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, check_groups, export_folder};
 pub use quantization::{QuantizationConfig, QuantizationGroup};
+pub use safetensors::SafetensorsFile;
 pub use tensor::{ConversionLoss, Dtype, NamedTensor, TensorData, TensorInfo, conversion_loss};
-pub use write::{FolderWriter, check_output, write_atomic};
+pub use write::{FolderWriter, check_output, write_atomic, write_safetensors};

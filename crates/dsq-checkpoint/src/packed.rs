@@ -117,3 +117,86 @@ pub(crate) enum StoredZeros {
     /// Packed along the rows.
     Packed(Vec<i32>),
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SafetensorsFile;
+    use dsq_quant::QuantType;
+
+    /// Codes, scales, zero points, dequantized values and packed words of compressed-tensors, case by case.
+    #[test]
+    fn int4_matrices_are_those_of_compressed_tensors() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+        let file = SafetensorsFile::open(&golden.join("int4_ct.safetensors")).unwrap();
+        let text = std::fs::read(golden.join("int4_ct.json")).unwrap();
+        let cases: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap();
+        assert!(cases.len() > 50, "{}", cases.len());
+        for case in &cases {
+            let text = |key: &str| case[key].as_str().unwrap();
+            let name = text("name");
+            let [n, k] = [0, 1].map(|i| case["shape"][i].as_u64().unwrap() as usize);
+            let args = QuantArgs {
+                qtype: QuantType::Int4,
+                granularity: match text("strategy") {
+                    "group" => Granularity::PerGroup(case["group_size"].as_u64().unwrap() as usize),
+                    "channel" => Granularity::PerChannel,
+                    "tensor" => Granularity::PerTensor,
+                    other => panic!("{other}"),
+                },
+                mapping: if case["symmetric"] == true { Mapping::Symmetric } else { Mapping::Asymmetric },
+                scale_dtype: text("scale_dtype").parse().unwrap(),
+            };
+            let w = file.read_f32(&format!("{}.weight", text("matrix"))).unwrap();
+            let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+            let stored = |part: &str| file.read_stored(&format!("{name}.{part}"));
+            let bytes = |codes: &[i8]| codes.iter().map(|&c| c as u8).collect::<Vec<_>>();
+            assert_eq!(bytes(&q.codes), stored("codes").unwrap().1, "{name}: codes");
+            assert_eq!(q.scales, file.read_f32(&format!("{name}.weight_scale")).unwrap(), "{name}: scales");
+            if args.mapping == Mapping::Asymmetric {
+                assert_eq!(bytes(&q.zeros), stored("zero_point").unwrap().1, "{name}: zero points");
+            }
+            // The sign of a zero is free; adding 0 makes it positive.
+            let bits = |xs: &[f32]| xs.iter().map(|x| (x + 0.0).to_bits()).collect::<Vec<_>>();
+            let want = file.read_f32(&format!("{name}.dequantized")).unwrap();
+            assert_eq!(bits(&q.dequantize()), bits(&want), "{name}: values");
+            let ours = pack("m", &[n, k], &q);
+            assert_eq!(ours.len(), if args.mapping == Mapping::Asymmetric { 4 } else { 3 });
+            for t in ours.iter().filter(|t| t.name != "m.weight_shape") {
+                let part = t.name.trim_start_matches("m.");
+                let theirs = file.info(&format!("{name}.{part}")).unwrap();
+                assert_eq!(
+                    (t.data.dtype().name(), t.data.shape()),
+                    (theirs.dtype.as_str(), &theirs.shape[..]),
+                    "{name}: {part}"
+                );
+                assert_eq!(t.data.to_bytes(), stored(part).unwrap().1, "{name}: {part}");
+            }
+        }
+    }
+
+    #[test]
+    fn c026_ten_rows_of_zero_points_fill_two_words_a_group() {
+        let args = QuantArgs {
+            mapping: Mapping::Asymmetric,
+            ..QuantArgs::int4(Granularity::PerGroup(4), dsq_quant::FloatType::F32)
+        };
+        let row = |sign: f32| [1.0f32, 1.1, 1.2, 1.3].map(|x| x * sign);
+        let w: Vec<f32> = (0..10).flat_map(|r| [row(if r % 3 == 0 { -1.0 } else { 1.0 }), row(1.0)].concat()).collect();
+        let q = QuantizedMatrix::quantize(&w, 10, 8, args).unwrap();
+        let tensors = pack("m", &[10, 8], &q);
+        let zeros = tensors.iter().find(|t| t.name == "m.weight_zero_point").unwrap();
+        let TensorData::I32 { shape, data } = &zeros.data else { panic!("packed") };
+        assert_eq!(shape, &[2, 2]);
+        let words: Vec<i32> = tensors
+            .iter()
+            .find_map(|t| match &t.data {
+                TensorData::I32 { data, .. } if t.name == "m.weight_packed" => Some(data.clone()),
+                _ => None,
+            })
+            .unwrap();
+        let stored = StoredZeros::Packed(data.clone());
+        let back = unpack(Path::new("f"), "m", args, 10, 8, &words, q.scales.clone(), &stored).unwrap();
+        assert_eq!(back, q);
+    }
+}

@@ -6,6 +6,7 @@
 //! trailing bytes, a range of another size than shape and dtype say, rank above 8, unknown dtypes.
 
 use crate::json::{PlainU64, not_json, open_regular};
+use crate::tensor::floats_from_bytes;
 use crate::{CheckpointError, Dtype, NamedTensor, TensorInfo, printable};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
 use std::borrow::Cow;
@@ -38,9 +39,10 @@ impl Entry {
     }
 }
 
-/// An open safetensors file whose header has been checked.
+/// An open safetensors file whose header has been checked; for single files such as golden vectors and training state
+/// (a model folder is a [`crate::Checkpoint`]).
 #[derive(Debug)]
-pub(crate) struct SafetensorsFile {
+pub struct SafetensorsFile {
     path: PathBuf,
     file: File,
     /// In the order of the data.
@@ -52,7 +54,10 @@ pub(crate) struct SafetensorsFile {
 
 impl SafetensorsFile {
     /// Opens a file and checks its whole header; reads no tensor.
-    pub(crate) fn open(path: &Path) -> Result<Self, CheckpointError> {
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] naming file and tensor; I/O errors.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let (file, len) = open_regular(path)?;
         let invalid = |field: &str, problem: String| CheckpointError::invalid(path, field, problem);
         if len < 8 {
@@ -98,6 +103,40 @@ impl SafetensorsFile {
             ));
         }
         Ok(Self { path: path.to_path_buf(), file, entries, by_name, data_start: 8 + header_len })
+    }
+
+    /// The names of the tensors, in the order of the data.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.iter().map(|e| e.name.as_str())
+    }
+
+    /// Dtype, shape and size of a tensor.
+    pub fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.entry(name).map(Entry::info)
+    }
+
+    /// The stored bytes of a tensor, little endian, and their dtype.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for a name that is absent; I/O errors.
+    pub fn read_stored(&self, name: &str) -> Result<(Dtype, Vec<u8>), CheckpointError> {
+        let entry = self
+            .entry(name)
+            .ok_or_else(|| CheckpointError::invalid(&self.path, name, "expected this tensor, got nothing"))?;
+        Ok((entry.dtype, self.read(entry)?))
+    }
+
+    /// A float tensor (F32, F16, BF16) as f32, exactly.
+    ///
+    /// # Errors
+    /// As [`SafetensorsFile::read_stored`], and for another dtype.
+    pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
+        let (dtype, bytes) = self.read_stored(name)?;
+        let float = dtype.float().ok_or_else(|| {
+            let problem = format!("not a float tensor that can be read; expected F32, F16 or BF16, got {dtype}");
+            CheckpointError::invalid(&self.path, name, problem)
+        })?;
+        Ok(floats_from_bytes(&bytes, float))
     }
 
     pub(crate) fn path(&self) -> &Path {

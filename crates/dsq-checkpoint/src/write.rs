@@ -19,12 +19,24 @@ static COUNTER: AtomicU64 = AtomicU64::new(0);
 /// # Errors
 /// [`CheckpointError::Io`]; the old file is then as it was and the temporary one is gone.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    replace(path, |f| f.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e)))
+}
+
+/// Writes one safetensors file as [`write_atomic`] does.
+///
+/// # Errors
+/// As [`write_atomic`]; [`CheckpointError::Usage`] for a name that occurs twice or data of another length than its shape.
+pub fn write_safetensors(path: &Path, tensors: &[NamedTensor]) -> Result<(), CheckpointError> {
+    let mut tensors: Vec<Pending> = tensors.iter().map(Pending::from).collect();
+    sort(&mut tensors);
+    replace(path, |f| write_tensors(f, path, &tensors))
+}
+
+fn replace(path: &Path, write: impl FnOnce(&mut File) -> Result<(), CheckpointError>) -> Result<(), CheckpointError> {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let temp = sibling(&real)?;
-    let written = write_new(&temp, existing_mode(&real), |f| {
-        f.write_all(bytes).map_err(|e| CheckpointError::io(path, "write", e))
-    })
-    .and_then(|()| std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(path, "replace", e)));
+    let written = write_new(&temp, existing_mode(&real), write)
+        .and_then(|()| std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(path, "replace", e)));
     if written.is_err() {
         let _ = std::fs::remove_file(&temp);
         return written;

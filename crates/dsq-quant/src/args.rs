@@ -137,8 +137,8 @@ impl QuantArgs {
             return Err(QuantError::ScaleOverflow { group: 0, lo, hi, scale, dtype: self.scale_dtype });
         }
         if stored == 0.0 {
-            // Nothing in the group can be told from zero at this dtype: the whole group becomes zero.
-            return Ok(QParams { scale: self.scale_dtype.epsilon(), zero: 0 });
+            // Nothing in the group can be told from zero at this dtype: every value becomes the zero point, that is 0.
+            return Ok(QParams { scale: self.scale_dtype.epsilon(), zero });
         }
         Ok(QParams { scale: stored, zero })
     }
