@@ -5,7 +5,7 @@ use crate::{Granularity, Mapping, QParams, QuantArgs, QuantError};
 
 /// Groups whose largest magnitude is below this count as degenerate (all zero, or so small that no sum with
 /// weights of ordinary size sees them): 2^-64.
-pub const DEGENERATE_ABSMAX: f32 = 5.421_010_9e-20;
+pub const DEGENERATE_ABSMAX: f32 = 1.0 / (1u64 << 63) as f32 / 2.0;
 
 /// Codes and quantization parameters of an `[n, k]` matrix (row major; `n` outputs, `k` the reduction).
 #[derive(Debug, Clone, PartialEq)]
@@ -43,7 +43,7 @@ impl QuantizedMatrix {
         check_len("weight", n * k, w.len())?;
         let [rows, groups] = args.scale_shape(n, k)?;
         check_finite(w)?;
-        let per_scale = if rows * groups == 0 { 1 } else { (n * k / (rows * groups)).max(1) };
+        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
         w.chunks(per_scale)
             .enumerate()
             .map(|(i, chunk)| {

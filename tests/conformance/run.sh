@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs the Python tools that own the formats (by package name, versions pinned) into a cache folder, and runs
+# run.py with the dsq that cargo built. Extra arguments go to run.py.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+cache="${XDG_CACHE_HOME:-$HOME/.cache}/dsq"
+venv="$cache/conformance"
+target="${CARGO_TARGET_DIR:-target}"
+if ! cmp -s tests/conformance/requirements.txt "$venv/installed.txt"; then
+    python3 -m venv --clear "$venv"
+    # llama-cpp-python is for the benchmark only and builds llama.cpp from source.
+    grep -v '^llama-cpp-python' tests/conformance/requirements.txt > "$venv/wanted.txt"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$venv/wanted.txt"
+    cp tests/conformance/requirements.txt "$venv/installed.txt"
+fi
+exec "$venv/bin/python" tests/conformance/run.py --dsq "$target/release/dsq" "$@"
