@@ -1,7 +1,9 @@
 //! The pre-tokenizers that `tokenizer.ggml.pre` names, as the `pre_tokenizer` of a `tokenizer.json`. Not a tokenizer.
 //!
 //! The names and what they stand for are those of llama.cpp's `llama-vocab.cpp`; the expressions are those of the
-//! `tokenizer.json` of the model family concerned, where llama.cpp quotes the original beside its own rewriting.
+//! `tokenizer.json` of the model family concerned, where llama.cpp quotes the original beside its own rewriting. Only names
+//! whose ids were held against the original tokenizer's, on llama.cpp's own vocabulary files, are listed (a test in
+//! `tokenizer.rs` repeats it); any other name is refused.
 
 use serde_json::{Value, json};
 
@@ -12,8 +14,8 @@ enum Split {
     Gpt2,
     /// Every digit by itself, then GPT-2's expression.
     DigitsThenGpt2,
-    /// One expression.
-    Regex(&'static str),
+    /// These expressions, one after the other on the pieces of the one before.
+    Regexes(&'static [&'static str]),
 }
 
 /// One pre-tokenizer and the defaults that go with its name.
@@ -22,6 +24,8 @@ pub(crate) struct PreTokenizer {
     split: Split,
     /// A word that is itself a token is taken whole, whatever the merges say.
     pub(crate) ignore_merges: bool,
+    /// Texts are brought to Unicode normal form C first (Qwen's own tokenizer does; llama.cpp leaves it out).
+    pub(crate) nfc: bool,
     /// Whether a text starts with the BOS token when `tokenizer.ggml.add_bos_token` is absent.
     pub(crate) adds_bos: bool,
 }
@@ -29,11 +33,13 @@ pub(crate) struct PreTokenizer {
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The fourth one is a range of CJK, as llama.cpp has it.
+const DEEPSEEK_CODER: [&str; 5] =
+    ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u{4e00}-\u{9fa5}\u{800}-\u{4e00}\u{ac00}-\u{d7ff}]+", r"\p{N}"];
 
 impl PreTokenizer {
     /// Every name that is known.
-    pub(crate) const NAMES: [&str; 13] = [
+    pub(crate) const NAMES: [&str; 10] = [
         "smollm",
         "starcoder",
         "refact",
@@ -42,25 +48,21 @@ impl PreTokenizer {
         "llama-bpe",
         "llama3",
         "llama-v3",
-        "falcon3",
-        "smaug-bpe",
         "qwen2",
-        "megrez",
-        "tekken",
+        "deepseek-coder",
     ];
 
     /// The pre-tokenizer of this name.
     pub(crate) fn named(name: &str) -> Option<Self> {
-        let plain = |split| Self { split, ignore_merges: false, adds_bos: false };
+        let plain = |split| Self { split, ignore_merges: false, nfc: false, adds_bos: false };
         match name {
             "smollm" | "starcoder" | "refact" | "command-r" => Some(plain(Split::DigitsThenGpt2)),
             "gpt-2" => Some(plain(Split::Gpt2)),
-            "llama-bpe" | "llama3" | "llama-v3" | "falcon3" => {
-                Some(Self { split: Split::Regex(LLAMA3), ignore_merges: true, adds_bos: true })
+            "llama-bpe" | "llama3" | "llama-v3" => {
+                Some(Self { ignore_merges: true, adds_bos: true, ..plain(Split::Regexes(&[LLAMA3])) })
             }
-            "smaug-bpe" => Some(plain(Split::Regex(LLAMA3))),
-            "qwen2" | "megrez" => Some(plain(Split::Regex(QWEN2))),
-            "tekken" => Some(Self { split: Split::Regex(TEKKEN), ignore_merges: true, adds_bos: true }),
+            "qwen2" => Some(Self { nfc: true, ..plain(Split::Regexes(&[QWEN2])) }),
+            "deepseek-coder" => Some(plain(Split::Regexes(&DEEPSEEK_CODER))),
             _ => None,
         }
     }
@@ -74,13 +76,11 @@ impl PreTokenizer {
                 "type": "Sequence",
                 "pretokenizers": [{"type": "Digits", "individual_digits": true}, bytes(true)],
             }),
-            Split::Regex(regex) => json!({
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
-                    bytes(false),
-                ],
-            }),
+            Split::Regexes(regexes) => {
+                let split = |regex: &&str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+                let parts: Vec<Value> = regexes.iter().map(split).chain([bytes(false)]).collect();
+                json!({"type": "Sequence", "pretokenizers": parts})
+            }
         }
     }
 }

@@ -157,7 +157,7 @@ impl<'a> GgufTokenizer<'a> {
             "truncation": null,
             "padding": null,
             "added_tokens": added,
-            "normalizer": null,
+            "normalizer": if pre.nfc { json!({"type": "NFC"}) } else { Value::Null },
             "pre_tokenizer": pre.to_json(),
             "post_processor": self.post_processor(pre)?,
             "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
@@ -349,7 +349,8 @@ fn check_merges(
 
 #[cfg(test)]
 mod tests {
-    use super::byte_char;
+    use super::super::header::Header;
+    use super::*;
 
     #[test]
     fn bytes_have_gpt2s_characters() {
@@ -358,5 +359,37 @@ mod tests {
         assert_eq!(found, "\u{120}\u{10a}\u{100}\u{121}\u{142}\u{143}A");
         let all: std::collections::HashSet<char> = (0..=255).map(byte_char).collect();
         assert_eq!(all.len(), 256);
+    }
+
+    /// llama.cpp's own vocabulary files (`models/ggml-vocab-*.gguf` of its source, for instance in the source distribution
+    /// of PyPI `llama-cpp-python`) with their texts (`.inp`) and the ids of the original tokenizers (`.out`).
+    #[test]
+    fn f063_llama_cpp_vocabularies_give_the_original_ids() {
+        let Some(folder) = std::env::var_os("DSQ_LLAMA_VOCABS").map(std::path::PathBuf::from) else {
+            println!("skipped: DSQ_LLAMA_VOCABS names no folder with llama.cpp's ggml-vocab-*.gguf");
+            return;
+        };
+        for name in ["gpt-2", "starcoder", "refact", "command-r", "llama-bpe", "qwen2", "deepseek-coder"] {
+            let path = folder.join(format!("ggml-vocab-{name}.gguf"));
+            let bytes = std::fs::read(&path).unwrap();
+            let header = Header::read(&bytes[..], bytes.len() as u64, &path).unwrap();
+            let tokenizer = GgufTokenizer::read(&header.metadata, usize::MAX).unwrap().unwrap();
+            let tokenizer = tokenizers::Tokenizer::from_bytes(tokenizer.tokenizer_json().unwrap()).unwrap();
+            let text = |suffix: &str| std::fs::read_to_string(path.with_extension(suffix)).unwrap();
+            let (texts, ids) = (text("gguf.inp"), text("gguf.out"));
+            let end = "\n__ggml_vocab_test__\n";
+            let texts: Vec<_> = texts.strip_suffix(end).unwrap().split(end).collect();
+            let ids: Vec<_> = ids.lines().collect();
+            assert_eq!(texts.len(), ids.len(), "{name}");
+            let mut wrong = Vec::new();
+            for (text, ids) in texts.iter().zip(&ids) {
+                let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+                let found = tokenizer.encode(*text, false).unwrap();
+                if found.get_ids() != want {
+                    wrong.push(text);
+                }
+            }
+            assert!(wrong.is_empty(), "{name}: {} of {} texts: {wrong:?}", wrong.len(), texts.len());
+        }
     }
 }
