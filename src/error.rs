@@ -74,7 +74,7 @@ macro_rules! from_library {
         }
     )*};
 }
-from_library!();
+from_library!(dsq_checkpoint::CheckpointError);
 
 #[cfg(test)]
 mod tests {

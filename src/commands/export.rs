@@ -1,12 +1,116 @@
-//! `dsq export`.
+//! `dsq export`: writes a model in another format. Codes are carried over as they are, never chosen anew.
 
-use crate::{Global, error::CliError};
+use super::quantize::float_tensor;
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, FolderWriter, LinearWeight, Proof, check_output, export_folder, printable,
+};
+use dsq_quant::{FloatType, QuantConfig, QuantScheme};
+use serde_json::json;
+use std::collections::HashSet;
+use std::path::PathBuf;
 
 /// Options of `dsq export`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// A Hugging Face folder (float or compressed-tensors) or a GGUF file.
+    model: PathBuf,
+    /// The folder to write.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// The format to write.
+    #[arg(long, value_enum)]
+    format: Format,
+    /// Dtype of float tensors (default: as stored; f32 for GGUF blocks and for codes).
+    #[arg(long, value_name = "f16|bf16|f32")]
+    dtype: Option<FloatType>,
+    /// Replace the output folder if it holds a model.
+    #[arg(long)]
+    overwrite: bool,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Format {
+    /// Packed codes, as vLLM and transformers load them.
+    CompressedTensors,
+    /// Float weights.
+    Safetensors,
+}
 
 /// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
-    Err(CliError::usage("export: this command is being built"))
+pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    check_output(&[&args.model], &args.out)?;
+    FolderWriter::check(&args.out, args.overwrite)?;
+    let ckpt = Checkpoint::open(&args.model)?;
+    let scheme = match args.format {
+        Format::Safetensors => None,
+        Format::CompressedTensors => Some(scheme_of(&args, &ckpt)?),
+    };
+    let aux = ckpt.aux_files()?;
+    let bar = output::progress(ckpt.names().len() as u64, "read {bar:30} {pos}/{len} tensors {eta}");
+    let mut tensors = Vec::new();
+    let mut done = HashSet::new();
+    for spec in ckpt.config().linears() {
+        if !ckpt.is_quantized(&spec.module) {
+            continue;
+        }
+        for part in ["packed", "scale", "shape", "zero_point"] {
+            done.insert(format!("{}.weight_{part}", spec.module));
+        }
+        let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
+        let activation = ckpt.activation(&spec.module)?;
+        done.extend(["input_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
+        bar.inc(1);
+        if scheme.is_some() {
+            tensors.push(ExportTensor::Linear {
+                module: spec.module,
+                shape: spec.shape,
+                matrix,
+                activation,
+                source: None,
+            });
+        } else {
+            let (name, data) = (format!("{}.weight", spec.module), matrix.dequantize());
+            let dtype = args.dtype.unwrap_or_default();
+            tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
+        }
+    }
+    for name in ckpt.names().into_iter().filter(|n| !done.contains(n)) {
+        tensors.push(float_tensor(&ckpt, name, args.dtype)?);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
+    report(&args, global, &proof);
+    Ok(0)
+}
+
+/// The scheme of a quantized model, and the layers that it leaves in float.
+fn scheme_of(args: &Args, ckpt: &Checkpoint) -> Result<QuantConfig, CliError> {
+    let at = printable(&args.model.to_string_lossy());
+    let quantized: Vec<_> = ckpt.config().linears().into_iter().filter(|l| ckpt.is_quantized(&l.module)).collect();
+    let Some(first) = quantized.first() else {
+        return Err(CliError::usage(format!("{at}: --format: expected a quantized model, got float weights"))
+            .with_hint("dsq quantize chooses codes; dsq export only carries them over"));
+    };
+    let LinearWeight::Quantized(matrix) = ckpt.linear(&first.module)? else {
+        return Err(CliError::usage(format!("{at}: {}: expected codes, got floats", printable(&first.module))));
+    };
+    let activations = ckpt.activation(&first.module)?.map(|(a, _)| a);
+    let float = ckpt.config().linears().into_iter().filter(|l| !ckpt.is_quantized(&l.module)).map(|l| l.module);
+    let scheme = QuantScheme { weights: matrix.args, activations };
+    QuantConfig::new(scheme, &float.collect::<Vec<_>>()).map_err(|e| CliError::usage(e.to_string()))
+}
+
+fn report(args: &Args, global: &Global, proof: &Proof) {
+    let size: u64 = proof.bytes.values().sum();
+    if global.json {
+        let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
+        output::line(json!({"out": args.out, "bytes": proof.bytes, "rows": [row]}).to_string());
+        return;
+    }
+    let out = printable(&args.out.to_string_lossy());
+    let (tensors, bits) = (proof.tensors.len(), proof.model_bits_per_weight);
+    output::line(format!("{out}: {tensors} tensors, {size} bytes of weights, {bits:.4} bits per weight"));
+    output::line("proof: every tensor was read back equal (dsq-proof.json)");
 }

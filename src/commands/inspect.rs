@@ -1,12 +1,204 @@
-//! `dsq inspect`.
+//! `dsq inspect`: what is in a model, how it is quantized, what it really costs a weight, and every fault found.
 
-use crate::{Global, error::CliError};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, ModelConfig, Severity, printable};
+use dsq_quant::{Granularity, Mapping, QuantArgs};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
 
 /// Options of `dsq inspect`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// A Hugging Face folder or a GGUF file.
+    model: PathBuf,
+}
 
-/// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
-    Err(CliError::usage("inspect: this command is being built"))
+/// One weight: a stored tensor, or the parts of a quantized module taken together.
+struct Row {
+    name: String,
+    kind: String,
+    shape: Vec<usize>,
+    bytes: u64,
+}
+
+impl Row {
+    fn weights(&self) -> u64 {
+        self.shape.iter().map(|&d| d as u64).product()
+    }
+
+    fn bits_per_weight(&self) -> f64 {
+        bits(self.bytes, self.weights())
+    }
+}
+
+fn bits(bytes: u64, weights: u64) -> f64 {
+    if weights == 0 { 0.0 } else { bytes as f64 * 8.0 / weights as f64 }
+}
+
+/// Runs the command. Exit code 1 when a fault above a note was found.
+pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    let ckpt = Checkpoint::open(&args.model)?;
+    let rows = rows(&ckpt)?;
+    let faults = ckpt.faults();
+    let kinds = kinds(&rows);
+    if global.json {
+        output::line(as_json(&args, &ckpt, &rows, &kinds, &faults).to_string());
+    } else {
+        print(&ckpt, &rows, &kinds, &faults);
+    }
+    Ok(u8::from(faults.iter().any(|f| f.severity > Severity::Note)))
+}
+
+fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
+    let mut parts = HashSet::new();
+    let mut rows = Vec::new();
+    for spec in ckpt.config().linears() {
+        if !ckpt.is_quantized(&spec.module) {
+            continue;
+        }
+        let mut bytes = 0;
+        // The shape and the input scale are no part of what a weight costs.
+        for (part, counts) in [
+            ("weight_packed", true),
+            ("weight_scale", true),
+            ("weight_zero_point", true),
+            ("weight_shape", false),
+            ("input_scale", false),
+            ("input_zero_point", false),
+        ] {
+            let name = format!("{}.{part}", spec.module);
+            if let Some(info) = ckpt.info(&name) {
+                bytes += if counts { info.bytes } else { 0 };
+                parts.insert(name);
+            }
+        }
+        let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
+        let mut kind = scheme_name(&matrix.args);
+        if let Some((a, _)) = ckpt.activation(&spec.module)? {
+            kind.push_str(&format!(", {}-bit input", a.qtype.bits()));
+        }
+        rows.push(Row { name: format!("{}.weight", spec.module), kind, shape: spec.shape, bytes });
+    }
+    for name in ckpt.names().into_iter().filter(|n| !parts.contains(n)) {
+        if let Some(info) = ckpt.info(&name) {
+            rows.push(Row { name, kind: info.dtype, shape: info.shape, bytes: info.bytes });
+        }
+    }
+    Ok(rows)
+}
+
+/// `INT4 group 32, BF16 scales`.
+fn scheme_name(args: &QuantArgs) -> String {
+    let granularity = match args.granularity {
+        Granularity::PerTensor => "tensor".to_owned(),
+        Granularity::PerChannel => "channel".to_owned(),
+        Granularity::PerGroup(g) => format!("group {g}"),
+    };
+    let zero = if args.mapping == Mapping::Asymmetric { " and zero points" } else { "" };
+    format!("INT{} {granularity}, {} scales{zero}", args.qtype.bits(), args.scale_dtype)
+}
+
+/// Tensors, weights and bytes of each kind.
+fn kinds(rows: &[Row]) -> BTreeMap<String, (usize, u64, u64)> {
+    let mut out = BTreeMap::new();
+    for row in rows {
+        let (tensors, weights, bytes) = out.entry(row.kind.clone()).or_insert((0, 0, 0));
+        *tensors += 1;
+        *weights += row.weights();
+        *bytes += row.bytes;
+    }
+    out
+}
+
+fn total(kinds: &BTreeMap<String, (usize, u64, u64)>) -> (u64, u64) {
+    kinds.values().fold((0, 0), |(w, b), (_, weights, bytes)| (w + weights, b + bytes))
+}
+
+fn severity_name(s: Severity) -> &'static str {
+    match s {
+        Severity::Note => "note",
+        Severity::Warning => "warning",
+        Severity::Error => "error",
+    }
+}
+
+fn as_json(
+    args: &Args,
+    ckpt: &Checkpoint,
+    rows: &[Row],
+    kinds: &BTreeMap<String, (usize, u64, u64)>,
+    faults: &[Fault],
+) -> Value {
+    let (weights, bytes) = total(kinds);
+    let row = |r: &Row| json!({"name": r.name, "type": r.kind, "shape": r.shape, "bytes": r.bytes, "bits_per_weight": r.bits_per_weight()});
+    let fault = |f: &Fault| json!({"severity": severity_name(f.severity), "file": f.file, "field": f.field, "problem": f.problem, "hint": f.hint});
+    json!({
+        "model": args.model,
+        "config": ckpt.config().to_json(),
+        "weights": weights,
+        "bytes": bytes,
+        "bits_per_weight": bits(bytes, weights),
+        "faults": faults.iter().map(fault).collect::<Vec<_>>(),
+        "rows": rows.iter().map(row).collect::<Vec<_>>(),
+    })
+}
+
+fn print(ckpt: &Checkpoint, rows: &[Row], kinds: &BTreeMap<String, (usize, u64, u64)>, faults: &[Fault]) {
+    output::line(describe(ckpt.config()));
+    let cells: Vec<Vec<String>> = rows
+        .iter()
+        .map(|r| {
+            let shape = r.shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
+            let bits = format!("{:.4}", r.bits_per_weight());
+            vec![printable(&r.name), r.kind.clone(), shape, r.bytes.to_string(), bits]
+        })
+        .collect();
+    output::line(dsq_eval::table(&["tensor", "type", "shape", "bytes", "bits/weight"], &cells).trim_end());
+    let mut cells: Vec<Vec<String>> = kinds
+        .iter()
+        .map(|(kind, (tensors, weights, bytes))| {
+            let bits = format!("{:.4}", bits(*bytes, *weights));
+            vec![kind.clone(), tensors.to_string(), weights.to_string(), bytes.to_string(), bits]
+        })
+        .collect();
+    let (weights, bytes) = total(kinds);
+    let all = format!("{:.4}", bits(bytes, weights));
+    cells.push(vec!["all".into(), rows.len().to_string(), weights.to_string(), bytes.to_string(), all]);
+    output::line("");
+    output::line(dsq_eval::table(&["type", "tensors", "weights", "bytes", "bits/weight"], &cells).trim_end());
+    output::line("");
+    for fault in faults {
+        output::line(format!("{}: {fault}", severity_name(fault.severity)));
+        if let Some(hint) = &fault.hint {
+            output::line(format!("hint: {hint}"));
+        }
+    }
+    let found = faults.iter().filter(|f| f.severity > Severity::Note).count();
+    output::line(match found {
+        0 => "no faults found".to_owned(),
+        1 => "1 fault found".to_owned(),
+        n => format!("{n} faults found"),
+    });
+}
+
+fn describe(config: &ModelConfig) -> String {
+    match config {
+        ModelConfig::Llama(c) => format!(
+            "llama: {} layers, hidden {}, ffn {}, heads {}/{} of {}, vocabulary {}, context {}{}",
+            c.num_hidden_layers,
+            c.hidden_size,
+            c.intermediate_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.vocab_size,
+            c.max_position_embeddings,
+            if c.tie_word_embeddings { ", tied embeddings" } else { "" },
+        ),
+        ModelConfig::ResNet(c) => format!(
+            "residual network: {}x{}x{} images, stages {:?} of {} blocks, {} classes",
+            c.in_channels, c.image_size, c.image_size, c.channels, c.blocks_per_stage, c.num_classes
+        ),
+    }
 }

@@ -1,12 +1,277 @@
-//! `dsq quantize`.
+//! `dsq quantize`: post-training quantization by rounding to the nearest grid point, into a compressed-tensors folder.
+//! The grid is dsq-quant's, the folder and its proof are dsq-checkpoint's.
 
-use crate::{Global, error::CliError};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{
+    Checkpoint, Dtype, ExportTensor, FolderWriter, LinearSpec, LinearWeight, ModelConfig, Proof, SourceRecord,
+    check_groups, check_output, export_folder, printable,
+};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, QuantizedMatrix};
+use rayon::prelude::*;
+use serde_json::json;
+use std::path::PathBuf;
 
 /// Options of `dsq quantize`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// A Hugging Face folder with float weights, or a GGUF file.
+    model: PathBuf,
+    /// The folder to write.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Preset: W4A16.
+    #[arg(long, default_value = "W4A16")]
+    scheme: String,
+    /// Which weights share a scale.
+    #[arg(long, value_enum, default_value = "group")]
+    granularity: GranularityName,
+    /// Weights that share a scale, with --granularity group; must divide in_features of every quantized layer.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    group_size: usize,
+    /// How codes are chosen.
+    #[arg(long, value_enum, default_value = "rtn")]
+    method: Method,
+    /// Store a zero point for each scale.
+    #[arg(long)]
+    asymmetric: bool,
+    /// Dtype of the stored scales (default: that of the model's weights; f32 for a GGUF file).
+    #[arg(long, value_name = "f16|bf16|f32")]
+    scale_dtype: Option<FloatType>,
+    /// Dtype of the tensors that stay in float (default: as stored; f32 for a GGUF file).
+    #[arg(long, value_name = "f16|bf16|f32")]
+    dtype: Option<FloatType>,
+    /// Leave these layers in float: a name, the last part of one, or re: and a regular expression. `lm_head` always is.
+    #[arg(long, value_name = "PATTERN")]
+    ignore: Vec<String>,
+    /// Replace the output folder if it holds a model.
+    #[arg(long)]
+    overwrite: bool,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+enum GranularityName {
+    Group,
+    Channel,
+    Tensor,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+enum Method {
+    /// Round to nearest.
+    Rtn,
+}
+
+/// A layer after quantization, with the groups that carry nothing.
+struct Layer {
+    tensor: ExportTensor,
+    degenerate: usize,
+}
 
 /// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
-    Err(CliError::usage("quantize: this command is being built"))
+pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    // All that can be known without reading a weight comes first.
+    check_output(&[&args.model], &args.out)?;
+    FolderWriter::check(&args.out, args.overwrite)?;
+    let ckpt = Checkpoint::open(&args.model)?;
+    let config = quant_config(&args, &ckpt)?;
+    check_groups(&args.model, ckpt.config(), &config)?;
+    let aux = ckpt.aux_files()?;
+
+    let layers = quantize_layers(&args, global, &ckpt, &config)?;
+    let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
+    let mut tensors = Vec::with_capacity(layers.len());
+    tensors.extend(layers.into_iter().map(|l| l.tensor));
+    tensors.extend(float_tensors(&args, &ckpt, &config)?);
+    let proof = export_folder(&args.out, ckpt.config(), tensors, Some(&config), aux, args.overwrite)?;
+    report(&args, global, &proof, &degenerate);
+    Ok(0)
+}
+
+fn degenerate_entry(layer: &Layer) -> (String, usize) {
+    let ExportTensor::Linear { module, .. } = &layer.tensor else { return (String::new(), 0) };
+    (module.clone(), layer.degenerate)
+}
+
+/// The scheme and what it leaves alone, checked against the model.
+fn quant_config(args: &Args, ckpt: &Checkpoint) -> Result<QuantConfig, CliError> {
+    let at = printable(&args.model.to_string_lossy());
+    if ckpt.quantization().is_some() {
+        return Err(CliError::usage(format!(
+            "{at}: quantization_config: the model is quantized already; expected float weights, got codes"
+        ))
+        .with_hint(
+            "give the float model; `dsq export --format safetensors` writes the values of the codes as floats",
+        ));
+    }
+    if !matches!(ckpt.config(), ModelConfig::Llama(_)) {
+        return Err(CliError::usage(format!(
+            "{at}: model_type: this architecture has static activation scales, which need training data; expected llama"
+        ))
+        .with_hint("use a recipe: dsq train"));
+    }
+    let granularity = match args.granularity {
+        GranularityName::Group => Granularity::PerGroup(args.group_size),
+        GranularityName::Channel => Granularity::PerChannel,
+        GranularityName::Tensor => Granularity::PerTensor,
+    };
+    if args.group_size == 0 {
+        return Err(CliError::usage("--group-size: expected at least 1, got 0"));
+    }
+    let scale_dtype = args.scale_dtype.unwrap_or_else(|| ckpt.main_dtype());
+    let mut scheme = QuantScheme::preset(&args.scheme, granularity, scale_dtype)
+        .map_err(|e| CliError::usage(format!("--scheme: {e}")))?;
+    if scheme.activations.is_some() {
+        return Err(CliError::usage(format!(
+            "--scheme: activations need calibration or training, which `dsq quantize` does not do; expected W4A16, got {}",
+            args.scheme
+        ))
+        .with_hint("use a recipe: dsq train"));
+    }
+    if args.asymmetric {
+        scheme.weights.mapping = Mapping::Asymmetric;
+    }
+    let mut names: Vec<String> = ckpt.config().linears().into_iter().map(|l| l.module).collect();
+    let mut ignore = ckpt.config().default_ignore();
+    names.extend(ignore.iter().cloned());
+    ignore.extend(args.ignore.iter().cloned());
+    let config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
+    let unmatched = config.unmatched(&names);
+    if !unmatched.is_empty() {
+        return Err(CliError::usage(format!(
+            "--ignore: expected patterns that match a linear layer, got {}, which match none",
+            unmatched.join(", ")
+        ))
+        .with_hint(format!("layer names look like {}", names[0])));
+    }
+    if !ckpt.config().linears().iter().any(|l| config.scheme_for(&l.module).is_some()) {
+        return Err(CliError::usage("--ignore: expected at least one layer to quantize, got none"));
+    }
+    Ok(config)
+}
+
+/// Quantizes every layer that the scheme names, one layer a task; the codes do not depend on the number of threads.
+fn quantize_layers(
+    args: &Args,
+    global: &Global,
+    ckpt: &Checkpoint,
+    config: &QuantConfig,
+) -> Result<Vec<Layer>, CliError> {
+    let specs: Vec<LinearSpec> =
+        ckpt.config().linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
+    let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(global.threads())
+        .build()
+        .map_err(|e| CliError::new(5, format!("cannot start worker threads: {e}")))?;
+    let results: Vec<Result<Layer, CliError>> = pool.install(|| {
+        let one = |spec: &LinearSpec| {
+            let layer = quantize_layer(args, ckpt, config, spec);
+            bar.inc(1);
+            layer
+        };
+        specs.par_iter().map(one).collect()
+    });
+    bar.finish_and_clear();
+    // The first error in layer order, whichever thread met one first.
+    results.into_iter().collect()
+}
+
+fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &LinearSpec) -> Result<Layer, CliError> {
+    let name = format!("{}.weight", spec.module);
+    let refuse = |e| CliError::from(dsq_checkpoint::CheckpointError::quant(&args.model, &name, e));
+    let LinearWeight::Float { n, k, data } = ckpt.linear(&spec.module)? else {
+        return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
+    };
+    let weights = config.scheme.weights;
+    let matrix = match args.method {
+        Method::Rtn => QuantizedMatrix::quantize(&data, n, k, weights).map_err(refuse)?,
+    };
+    let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
+    let dtype = ckpt.info(&name).map(|i| i.dtype).unwrap_or_default();
+    let source = Some(SourceRecord::with_hash(ckpt.sha256(&name)?, dtype, &data, &matrix));
+    let (module, shape) = (spec.module.clone(), spec.shape.clone());
+    Ok(Layer { tensor: ExportTensor::Linear { module, shape, matrix, activation: None, source }, degenerate })
+}
+
+/// Everything that is not quantized: copied bit for bit, or converted to --dtype.
+fn float_tensors(args: &Args, ckpt: &Checkpoint, config: &QuantConfig) -> Result<Vec<ExportTensor>, CliError> {
+    let quantized: Vec<String> = ckpt
+        .config()
+        .linears()
+        .into_iter()
+        .filter(|l| config.scheme_for(&l.module).is_some())
+        .map(|l| format!("{}.weight", l.module))
+        .collect();
+    let names = ckpt.names().into_iter().filter(|n| !quantized.contains(n));
+    names.map(|name| float_tensor(ckpt, name, args.dtype)).collect()
+}
+
+/// One tensor of a source as it goes into a float folder.
+pub(super) fn float_tensor(
+    ckpt: &Checkpoint,
+    name: String,
+    dtype: Option<FloatType>,
+) -> Result<ExportTensor, CliError> {
+    let shape = ckpt.info(&name).map(|i| i.shape).unwrap_or_default();
+    let stored = ckpt.dtype(&name);
+    match (stored, dtype) {
+        (Some(s), None) => copy(ckpt, name, s, shape),
+        (Some(s), Some(d)) if s == Dtype::from(d) || s.float().is_none() => copy(ckpt, name, s, shape),
+        _ => {
+            let data = ckpt.read_f32(&name)?;
+            Ok(ExportTensor::Float { name, shape, data, dtype: dtype.unwrap_or_default() })
+        }
+    }
+}
+
+fn copy(ckpt: &Checkpoint, name: String, dtype: Dtype, shape: Vec<usize>) -> Result<ExportTensor, CliError> {
+    let (_, bytes) = ckpt.read_stored(&name)?;
+    Ok(ExportTensor::Copy { name, dtype, shape, bytes })
+}
+
+fn report(args: &Args, global: &Global, proof: &Proof, degenerate: &[(String, usize)]) {
+    let layers: Vec<_> = proof.tensors.iter().filter_map(|t| t.source.as_ref().map(|s| (t, s))).collect();
+    let size: u64 = proof.bytes.values().sum();
+    if global.json {
+        let rows: Vec<_> = layers
+            .iter()
+            .map(|(t, s)| {
+                json!({
+                    "name": t.name,
+                    "bits_per_weight": t.bits_per_weight,
+                    "relative_error": s.relative_error,
+                    "max_abs_error": s.max_abs_error,
+                })
+            })
+            .collect();
+        let degenerate: Vec<_> = degenerate.iter().map(|(m, n)| json!({"name": m, "groups": n})).collect();
+        output::line(
+            json!({
+                "out": args.out,
+                "bits_per_weight": proof.bits_per_weight,
+                "model_bits_per_weight": proof.model_bits_per_weight,
+                "bytes": proof.bytes,
+                "degenerate_groups": degenerate,
+                "rows": rows,
+            })
+            .to_string(),
+        );
+        return;
+    }
+    let mean = layers.iter().map(|(_, s)| s.relative_error).sum::<f64>() / layers.len().max(1) as f64;
+    output::line(format!(
+        "{}: {} layers quantized, {:.4} bits per weight ({:.4} over the whole model), {size} bytes of weights",
+        printable(&args.out.to_string_lossy()),
+        layers.len(),
+        proof.bits_per_weight,
+        proof.model_bits_per_weight,
+    ));
+    output::line(format!("relative error of a layer: mean {mean:.4}"));
+    if let Some((t, s)) = layers.iter().max_by(|a, b| a.1.relative_error.total_cmp(&b.1.relative_error)) {
+        output::line(format!("  largest {:.4} in {}", s.relative_error, printable(&t.name)));
+    }
+    for (module, groups) in degenerate {
+        output::line(format!("note: {}: {groups} groups hold nothing (all but zero)", printable(module)));
+    }
+    output::line("proof: every code, scale, zero point and copied tensor was read back equal (dsq-proof.json)");
 }

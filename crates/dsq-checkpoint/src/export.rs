@@ -125,6 +125,9 @@ pub struct TensorProof {
     /// The source, where it is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source: Option<SourceRecord>,
+    /// Values that are not zero and became zero in a narrower dtype.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub underflow: usize,
     /// Bits per weight as stored.
     pub bits_per_weight: f64,
     /// SHA-256 of each stored tensor.
@@ -232,6 +235,7 @@ fn drop_tied_head(
         became: "dropped",
         reason: Some("tie_word_embeddings: it is model.embed_tokens.weight"),
         source: None,
+        underflow: 0,
         bits_per_weight: 0.0,
         stored: BTreeMap::new(),
     }))
@@ -466,7 +470,11 @@ fn prove(
         bits += layer_bits;
         weights += n as u64;
         let bits_per_weight = ratio(layer_bits, n as u64);
-        tensors.push(TensorProof { name, became, reason: None, source, bits_per_weight, stored });
+        let underflow = match layer {
+            ExportTensor::Float { data, dtype, .. } => conversion_loss(data, *dtype).underflow,
+            _ => 0,
+        };
+        tensors.push(TensorProof { name, became, reason: None, source, underflow, bits_per_weight, stored });
     }
     if ckpt.names().len() != count {
         return differs("the list of tensors");
@@ -484,4 +492,8 @@ fn prove(
 
 fn ratio(bits: u64, weights: u64) -> f64 {
     if weights == 0 { 0.0 } else { bits as f64 / weights as f64 }
+}
+
+fn is_zero(n: &usize) -> bool {
+    *n == 0
 }

@@ -102,10 +102,7 @@ impl FolderWriter {
     /// [`CheckpointError::Usage`] (2) for a folder that is not empty, [`CheckpointError::NoSpace`] or
     /// [`CheckpointError::Io`] (4).
     pub fn create(out: &Path, overwrite: bool, bytes_needed: u64) -> Result<Self, CheckpointError> {
-        let replaces = match out.symlink_metadata() {
-            Ok(_) => check_replaceable(out, overwrite)?,
-            Err(_) => false,
-        };
+        let replaces = Self::check(out, overwrite)?;
         let real = resolve(out);
         let dir = parent(&real);
         std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
@@ -116,6 +113,19 @@ impl FolderWriter {
         let writer = Self { out: real, temp, replaces, committed: false };
         set_mode(&writer.temp, existing_mode(&writer.out))?;
         Ok(writer)
+    }
+
+    /// Whether [`FolderWriter::create`] would accept the folder, to be asked before long work; true when it would
+    /// replace one.
+    ///
+    /// # Errors
+    /// As [`FolderWriter::create`], but for space.
+    pub fn check(out: &Path, overwrite: bool) -> Result<bool, CheckpointError> {
+        match out.symlink_metadata() {
+            Ok(_) => check_replaceable(out, overwrite),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(CheckpointError::io(out, "use as the output folder", e)),
+        }
     }
 
     /// The temporary folder, to read back what was written.
