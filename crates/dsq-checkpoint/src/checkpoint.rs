@@ -442,9 +442,7 @@ impl Checkpoint {
     pub fn faults(&self) -> Vec<Fault> {
         let mut faults = self.faults.clone();
         if let Source::Gguf(g) = &self.source {
-            // Its lint reads every tensor too.
             faults.extend(g.faults());
-            return faults;
         }
         faults.extend(crate::checks::lint(self));
         faults

@@ -280,6 +280,8 @@ fn f079_non_finite_scales_are_refused_on_reading() {
             assert!(message.contains(part), "{part:?} is missing in: {message}");
         }
         assert_eq!(file.read_f32("model.norm.weight").unwrap(), [0.0; 32], "other tensors can be read");
+        let faults = dsq_checkpoint::Checkpoint::open(file.path()).unwrap().faults();
+        assert!(faults.iter().any(|f| f.field.contains(hf) && f.problem.contains("non-finite")), "{faults:?}");
     }
 }
 

@@ -59,7 +59,7 @@ fn f073_every_cut_of_the_header_is_refused() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn f070_flipped_bits_never_panic(flips in prop::collection::vec((0usize..2600, 0u8..8), 1..6)) {

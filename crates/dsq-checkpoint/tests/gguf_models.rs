@@ -1,8 +1,9 @@
 //! Whole GGUF files against what `transformers` and llama.cpp make of the same bytes: a tiny model that PyPI `gguf` wrote,
 //! and SmolLM2-135M-Instruct. The real model is not committed and not fetched: see `.ci/fetch-models.sh`.
 
-use dsq_checkpoint::ModelConfig;
 use dsq_checkpoint::gguf::GgufFile;
+use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig};
+use dsq_quant::FloatType;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -107,4 +108,28 @@ fn smollm2_brings_the_files_of_a_folder() {
     assert_eq!(parsed[3], serde_json::json!({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}));
     assert_eq!(parsed[0]["added_tokens"].as_array().unwrap().len(), 17);
     assert_eq!(parsed[0]["pre_tokenizer"]["pretokenizers"][0]["type"], "Digits");
+}
+
+/// GGUF -> float folder -> the same tensors, tokenizer and template. With `DSQ_KEEP_FOLDER=PATH` the folder is left there, for
+/// a comparison with `transformers`.
+#[test]
+fn smollm2_as_a_float_folder_has_the_same_tensors_and_tokenizer() {
+    let Some(file) = smollm2() else { return };
+    let source = Checkpoint::open(file.path()).unwrap();
+    let tensor = |name: String| {
+        let shape = source.info(&name).unwrap().shape;
+        ExportTensor::Float { data: source.read_f32(&name).unwrap(), name, shape, dtype: FloatType::F32 }
+    };
+    let tensors = source.names().into_iter().map(tensor).collect();
+    let temporary = tempfile::tempdir().unwrap();
+    let out = std::env::var_os("DSQ_KEEP_FOLDER").map_or(temporary.path().join("float"), PathBuf::from);
+    dsq_checkpoint::export_folder(&out, source.config(), tensors, None, source.aux_files().unwrap(), false).unwrap();
+
+    let folder = Checkpoint::open(&out).unwrap();
+    assert_eq!(folder.config(), source.config());
+    for (name, want) in json("gguf/smollm2.json")["tensors"].as_object().unwrap() {
+        assert_eq!(folder.sha256(name).unwrap(), want["sha256"].as_str().unwrap(), "{name}");
+    }
+    assert_eq!(folder.tokenizer_json().unwrap(), source.tokenizer_json().unwrap());
+    assert_eq!(folder.chat_template().unwrap(), source.chat_template().unwrap());
 }

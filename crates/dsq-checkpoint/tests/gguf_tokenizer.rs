@@ -75,6 +75,11 @@ fn c076_more_tokens_than_rows() {
     let ten = strings(&["<s>", "</s>", "a", "b", "Ġ", "ab", "Ġab", "<tool>", "c", "d"]);
     let w = toy_with_tokenizer().set(TOKENS, ARRAY, ten).set(TYPES, ARRAY, ints(&[1; 10]));
     refused_with(&w, &[TOKENS, "1 to 8 tokens", "got 10"]);
+    // A vocabulary of absurd size, with rows enough.
+    let rows = (1u64 << 20) + 1;
+    let w = toy_with_tokenizer().set(TOKENS, ARRAY, array(STRING, &vec![string(""); rows as usize]));
+    let w = w.change("token_embd.weight", |t| (t.ne[1], t.data) = (rows, vec![0; 32 * 4 * rows as usize]));
+    refused_with(&w, &[TOKENS, "at most 1048576", "got 1048577"]);
     // Fewer tokens than rows is padding.
     let six = strings(&["<s>", "</s>", "a", "b", "Ġ", "ab"]);
     let w = toy_with_tokenizer().set(TOKENS, ARRAY, six).set(TYPES, ARRAY, ints(&[3, 3, 1, 1, 1, 1]));

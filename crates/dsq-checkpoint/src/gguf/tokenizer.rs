@@ -20,6 +20,9 @@ const SCORES: &str = "tokenizer.ggml.scores";
 const MERGES: &str = "tokenizer.ggml.merges";
 const TEMPLATE: &str = "tokenizer.chat_template";
 
+/// Most tokens of a vocabulary: four times the largest public one. Bounds the index that is built over them.
+const MAX_TOKENS: usize = 1 << 20;
+
 /// What a token is, by its number in `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TokenType {
@@ -72,6 +75,9 @@ impl<'a> GgufTokenizer<'a> {
             let problem =
                 format!("expected 1 to {rows} tokens, as many as token_embd.weight has rows, got {}", tokens.len());
             return Err(metadata.invalid(TOKENS, problem));
+        }
+        if tokens.len() > MAX_TOKENS {
+            return Err(metadata.invalid(TOKENS, format!("expected at most {MAX_TOKENS} tokens, got {}", tokens.len())));
         }
         let types = types(metadata, tokens.len())?;
         if let Some(scores) = metadata.words(SCORES, ValueType::F32)? {
