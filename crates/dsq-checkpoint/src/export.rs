@@ -12,7 +12,7 @@ use dsq_quant::{FloatType, QParams, QuantArgs, QuantConfig, QuantError, QuantSch
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 /// Name of the weight file.
@@ -182,27 +182,74 @@ pub fn export_folder(
 /// # Errors
 /// [`CheckpointError::Usage`] (exit code 2).
 pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> Result<(), CheckpointError> {
-    let mut bad = Vec::new();
-    let mut group_size = 0;
+    let mut bad: Vec<(String, usize)> = Vec::new();
+    let (mut good_leaves, mut divisor) = (HashSet::new(), 0);
     for spec in config.linears() {
         let Some(s) = scheme.scheme_for(&spec.module) else { continue };
-        if let Err(QuantError::GroupNotDividing { k, group_size: g }) = s.weights.group_len(spec.k()) {
-            group_size = g;
-            bad.push((spec.module, k));
+        let k = spec.k();
+        divisor = gcd(divisor, k);
+        match s.weights.group_len(k) {
+            Err(_) => bad.push((spec.module, k)),
+            Ok(_) => {
+                good_leaves.insert(leaf(&spec.module).to_owned());
+            }
         }
     }
+    let dsq_quant::Granularity::PerGroup(group_size) = scheme.scheme.weights.granularity else { return Ok(()) };
     if bad.is_empty() {
         return Ok(());
     }
-    let list: Vec<_> = bad.iter().map(|(m, k)| format!("{m} ({k})")).collect();
     let problem = format!(
         "expected a group size that divides in_features of every quantized layer, got {group_size}, which does not divide {} of them: {}",
         bad.len(),
-        list.join(", ")
+        list_layers(&bad).join(", ")
     );
-    let ignore: Vec<_> = bad.iter().map(|(m, _)| format!("--ignore {m}")).collect();
-    let hint = format!("choose another group size, or leave these layers in float: {}", ignore.join(" "));
+    // The last part of a name stands for every layer that ends so, unless some of those are fine.
+    let mut ignore: Vec<&str> = Vec::new();
+    for (module, _) in &bad {
+        let short = if good_leaves.contains(leaf(module)) { module.as_str() } else { leaf(module) };
+        if !ignore.contains(&short) {
+            ignore.push(short);
+        }
+    }
+    let ignore: Vec<_> = ignore.iter().map(|m| format!("--ignore {m}")).collect();
+    let largest = (1..8).map(|i| 1usize << i).rfind(|g| divisor.is_multiple_of(*g));
+    let fits = largest.map_or(String::new(), |g| format!(" ({g} divides all)"));
+    let hint = format!("choose another group size{fits}, or leave these layers in float: {}", ignore.join(" "));
     Err(CheckpointError::usage(file, "--group-size", problem).with_hint(hint))
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn leaf(module: &str) -> &str {
+    module.rsplit('.').next().unwrap_or(module)
+}
+
+/// Module names with `k`; those that differ in a running number only are one entry: `model.layers.{0..29}.mlp.up_proj
+/// (576)`.
+fn list_layers(layers: &[(String, usize)]) -> Vec<String> {
+    let mut out: Vec<(String, String, usize, usize, usize)> = Vec::new(); // head, tail, k, first, last
+    let mut plain = Vec::new();
+    for (module, k) in layers {
+        let parts: Vec<&str> = module.split('.').collect();
+        let Some((at, number)) = parts.iter().enumerate().find_map(|(i, p)| Some((i, p.parse::<usize>().ok()?))) else {
+            plain.push(format!("{module} ({k})"));
+            continue;
+        };
+        let (head, tail) = (parts[..at].join("."), parts[at + 1..].join("."));
+        let run = out.iter_mut().find(|(h, t, kk, _, last)| *h == head && *t == tail && kk == k && last + 1 == number);
+        match run {
+            Some(run) => run.4 = number,
+            None => out.push((head, tail, *k, number, number)),
+        }
+    }
+    let numbered = out.into_iter().map(|(head, tail, k, first, last)| match first == last {
+        true => format!("{head}.{first}.{tail} ({k})"),
+        false => format!("{head}.{{{first}..{last}}}.{tail} ({k})"),
+    });
+    numbered.chain(plain).collect()
 }
 
 /// Takes `lm_head` out of a tied model: it must be the embedding.

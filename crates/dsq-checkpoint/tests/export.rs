@@ -72,20 +72,26 @@ fn every_scheme_reads_back_equal() {
 }
 
 #[test]
-fn f084_all_layers_that_the_group_does_not_divide_are_listed() {
+fn f084_c022_all_layers_that_the_group_does_not_divide_are_listed() {
     let config = ModelConfig::Llama(llama(false));
     let q = scheme(int4(Granularity::PerGroup(64), Mapping::Symmetric, FloatType::F32));
     let e = check_groups(Path::new("m"), &config, &q).unwrap_err();
     assert_eq!(e.exit_code(), 2);
-    let (text, hint) = (e.to_string(), e.hint().unwrap());
-    for i in 0..2 {
-        assert!(text.contains(&format!("model.layers.{i}.mlp.down_proj (96)")), "{text}");
-        assert!(hint.contains(&format!("--ignore model.layers.{i}.mlp.down_proj")), "{hint}");
-    }
-    assert!(!text.contains("up_proj"), "{text}");
-    let ignore = ["lm_head", "re:.*down_proj"].map(String::from);
+    let text = e.to_string();
+    assert!(text.contains("2 of them: model.layers.{0..1}.mlp.down_proj (96)") && !text.contains("up_proj"), "{text}");
+    assert!(
+        e.hint().unwrap().ends_with("(32 divides all), or leave these layers in float: --ignore down_proj"),
+        "{e:?}"
+    );
+    // With the entries of the hint it runs.
+    let ignore = ["lm_head", "down_proj"].map(String::from);
     let q = QuantConfig::new(q.scheme, &ignore).unwrap();
     check_groups(Path::new("m"), &config, &q).unwrap();
+    // A gap in the layers, and a leaf of which some layers are fine, are told apart.
+    let ignore = ["lm_head", "model.layers.0.mlp.down_proj"].map(String::from);
+    let q = QuantConfig::new(q.scheme, &ignore).unwrap();
+    let text = check_groups(Path::new("m"), &config, &q).unwrap_err().to_string();
+    assert!(text.contains("1 of them: model.layers.1.mlp.down_proj (96)"), "{text}");
 }
 
 #[test]

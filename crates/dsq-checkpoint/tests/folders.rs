@@ -1,0 +1,667 @@
+//! Sharded folders, `config.json` and `quantization_config`: what is inconsistent is refused before any weight is read,
+//! by the name of the file and the key.
+
+mod fixtures;
+
+use dsq_checkpoint::{
+    Checkpoint, CheckpointError, ExportTensor, LinearWeight, LlamaConfig, ModelConfig, NamedTensor, Severity,
+    TensorData, export_folder, write_safetensors,
+};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs};
+use fixtures::{f32_file, float_layers, llama, quantized_layers, scheme};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// A model in a temporary folder.
+struct Model {
+    _temp: tempfile::TempDir,
+    dir: PathBuf,
+}
+
+impl Model {
+    fn float(config: &LlamaConfig) -> Self {
+        Self::new(config, float_layers(config, FloatType::F32), None)
+    }
+
+    fn quantized(config: &LlamaConfig, mapping: Mapping) -> Self {
+        let args = QuantArgs { mapping, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32) };
+        let q = scheme(args);
+        Self::new(config, quantized_layers(config, FloatType::F32, &q), Some(q))
+    }
+
+    fn new(config: &LlamaConfig, layers: Vec<ExportTensor>, q: Option<dsq_quant::QuantConfig>) -> Self {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("m");
+        export_folder(&dir, &ModelConfig::Llama(config.clone()), layers, q.as_ref(), vec![], false).unwrap();
+        Self { _temp: temp, dir }
+    }
+
+    /// The model of [`Model::float`] in three shards with an index.
+    fn sharded() -> Self {
+        let model = Self::float(&llama(true));
+        let mut map = serde_json::Map::new();
+        let mut total = 0;
+        let mut shards: [Vec<NamedTensor>; 3] = Default::default();
+        for (i, layer) in float_layers(&llama(true), FloatType::F32).into_iter().enumerate() {
+            let ExportTensor::Float { name, shape, data, dtype } = layer else { panic!("float") };
+            total += 4 * data.len();
+            map.insert(name.clone(), json!(shard(i % 3 + 1)));
+            shards[i % 3].push(NamedTensor { name, data: TensorData::Float { shape, data, dtype } });
+        }
+        for (i, tensors) in shards.iter().enumerate() {
+            write_safetensors(&model.dir.join(shard(i + 1)), tensors).unwrap();
+        }
+        std::fs::remove_file(model.dir.join("model.safetensors")).unwrap();
+        model.write_index(&json!({"metadata": {"total_size": total}, "weight_map": map}));
+        model
+    }
+
+    fn index(&self) -> Value {
+        serde_json::from_slice(&std::fs::read(self.path("model.safetensors.index.json")).unwrap()).unwrap()
+    }
+
+    fn write_index(&self, value: &Value) {
+        std::fs::write(self.path("model.safetensors.index.json"), value.to_string()).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Opens the model after a change of `config.json`.
+    fn with_config(&self, change: impl FnOnce(&mut Value)) -> Result<Checkpoint, CheckpointError> {
+        let path = self.path("config.json");
+        let before = std::fs::read(&path).unwrap();
+        let mut value: Value = serde_json::from_slice(&before).unwrap();
+        change(&mut value);
+        std::fs::write(&path, value.to_string()).unwrap();
+        let opened = self.open();
+        std::fs::write(&path, before).unwrap();
+        opened
+    }
+
+    fn open(&self) -> Result<Checkpoint, CheckpointError> {
+        Checkpoint::open(&self.dir)
+    }
+
+    /// Asserts that the changed config is refused with exit code 3 and these words.
+    fn refuses(&self, words: &[&str], change: impl FnOnce(&mut Value)) {
+        check(self.with_config(change), words);
+    }
+}
+
+fn shard(i: usize) -> String {
+    format!("model-{i:05}-of-00003.safetensors")
+}
+
+/// Asserts exit code 3 and that the message, one line, holds all of `words`.
+fn check(opened: Result<Checkpoint, CheckpointError>, words: &[&str]) {
+    match opened {
+        Ok(_) => panic!("accepted; expected an error with {words:?}"),
+        Err(e) => {
+            let text = e.to_string();
+            assert!(e.exit_code() == 3 && !text.contains('\n'), "{text}");
+            for word in words {
+                assert!(text.contains(word), "{text:?} lacks {word:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sharded_folder_reads_as_the_single_file() {
+    let (single, sharded) = (Model::float(&llama(true)), Model::sharded());
+    let (a, b) = (single.open().unwrap(), sharded.open().unwrap());
+    assert_eq!(a.names().len(), b.names().len());
+    for name in a.names() {
+        assert_eq!(a.read_f32(&name).unwrap(), b.read_f32(&name).unwrap(), "{name}");
+        assert_eq!(a.sha256(&name).unwrap(), b.sha256(&name).unwrap(), "{name}");
+    }
+    assert!(b.faults().is_empty(), "{:?}", b.faults());
+}
+
+#[test]
+fn f028_all_missing_shards_are_listed() {
+    let model = Model::sharded();
+    std::fs::remove_file(model.path(&shard(1))).unwrap();
+    std::fs::remove_file(model.path(&shard(3))).unwrap();
+    check(model.open(), &["2 of 3 shards", &shard(1), &shard(3)]);
+}
+
+#[test]
+fn f029_c043_shard_names_that_are_paths() {
+    let model = Model::sharded();
+    // A valid file outside, which must not be opened.
+    std::fs::write(model.dir.parent().unwrap().join("model.safetensors"), f32_file(&[("x", 1)])).unwrap();
+    let good = model.index();
+    for bad in [
+        json!("../model.safetensors"),
+        json!("/etc/passwd"),
+        json!("a/../../b"),
+        json!("sub/x.safetensors"),
+        json!("C:\\x"),
+        json!("x\u{0}y"),
+        json!(""),
+        json!(".."),
+        json!(7),
+        json!(null),
+    ] {
+        let mut index = good.clone();
+        index["weight_map"]["model.norm.weight"] = bad.clone();
+        model.write_index(&index);
+        check(model.open(), &["weight_map.model.norm.weight", "plain file name"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn f030_c043_symlinks_that_leave_the_folder() {
+    let model = Model::sharded();
+    let outside = model.dir.parent().unwrap().join("elsewhere");
+    std::fs::rename(model.path(&shard(2)), &outside).unwrap();
+    std::os::unix::fs::symlink(&outside, model.path(&shard(2))).unwrap();
+    check(model.open(), &[&shard(2), "symlink leaves the folder"]);
+    std::fs::remove_file(model.path(&shard(2))).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", model.path(&shard(2))).unwrap();
+    check(model.open(), &[&shard(2), "symlink"]);
+    std::fs::remove_file(model.path(&shard(2))).unwrap();
+    // Inside the folder it is fine.
+    std::fs::rename(&outside, model.path("real.data")).unwrap();
+    std::os::unix::fs::symlink("real.data", model.path(&shard(2))).unwrap();
+    model.open().unwrap();
+    // And in the layout of the Hugging Face cache.
+    let cache = model.dir.parent().unwrap().join("models--a--b");
+    std::fs::create_dir_all(cache.join("snapshots")).unwrap();
+    std::fs::create_dir_all(cache.join("blobs")).unwrap();
+    std::fs::rename(model.path("real.data"), cache.join("blobs/abc")).unwrap();
+    std::fs::remove_file(model.path(&shard(2))).unwrap();
+    std::os::unix::fs::symlink("../../blobs/abc", model.path(&shard(2))).unwrap();
+    std::fs::rename(&model.dir, cache.join("snapshots/rev")).unwrap();
+    Checkpoint::open(&cache.join("snapshots/rev")).unwrap();
+}
+
+#[test]
+fn f031_index_and_shards_that_disagree() {
+    let model = Model::sharded();
+    let good = model.index();
+    let mut index = good.clone();
+    index["weight_map"]["ghost"] = json!(shard(2));
+    model.write_index(&index);
+    check(model.open(), &["ghost", &shard(2), "lacks"]);
+    let mut index = good.clone();
+    let (name, _) = good["weight_map"].as_object().unwrap().iter().find(|(_, s)| **s == json!(shard(1))).unwrap();
+    index["weight_map"].as_object_mut().unwrap().remove(name);
+    model.write_index(&index);
+    check(model.open(), &[name, &shard(1), "does not name"]);
+    // A tensor in two shards.
+    model.write_index(&good);
+    let x = NamedTensor {
+        name: "model.norm.weight".into(),
+        data: TensorData::Float { shape: vec![64], data: vec![0.0; 64], dtype: FloatType::F32 },
+    };
+    let at = good["weight_map"]["model.norm.weight"].as_str().unwrap();
+    let other = (1..=3).map(shard).find(|s| s != at).unwrap();
+    write_safetensors(&model.path(&other), &[x]).unwrap();
+    check(model.open(), &["lacks"]);
+}
+
+#[test]
+fn f032_f033_stale_sizes_and_files() {
+    let model = Model::sharded();
+    let mut index = model.index();
+    index["metadata"]["total_size"] = json!(12);
+    model.write_index(&index);
+    std::fs::write(model.path("model-00004-of-00004.safetensors"), f32_file(&[("old", 1)])).unwrap();
+    let faults = model.open().unwrap().faults();
+    assert!(faults.iter().any(|f| f.field == "metadata.total_size" && f.problem.contains("got 12")), "{faults:?}");
+    assert!(faults.iter().any(|f| f.file.ends_with("model-00004-of-00004.safetensors")), "{faults:?}");
+    assert!(faults.iter().all(|f| f.severity == Severity::Warning));
+    // Which one counts when both are there is never guessed.
+    std::fs::write(model.path("model.safetensors"), f32_file(&[("old", 1)])).unwrap();
+    check(model.open(), &["both model.safetensors and model.safetensors.index.json"]);
+}
+
+#[test]
+fn f034_an_index_that_is_none() {
+    let model = Model::sharded();
+    let path = model.path("model.safetensors.index.json");
+    for (text, word) in [
+        ("", "not valid JSON"),
+        ("[]", "weight_map"),
+        ("{\"weight_map\": []}", "weight_map"),
+        ("{\"weight_map\": {}}", "weight_map"),
+        ("{\"weight_map\": {\"a\": \"x\", \"a\": \"y\"}}", "occurs twice"),
+    ] {
+        std::fs::write(&path, text).unwrap();
+        check(model.open(), &["index.json", word]);
+    }
+}
+
+#[test]
+fn f035_a_pointer_or_a_page_in_place_of_a_shard() {
+    let model = Model::sharded();
+    let pointer = format!("version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n", "0".repeat(64));
+    std::fs::write(model.path(&shard(2)), pointer).unwrap();
+    check(model.open(), &[&shard(2), "Git LFS pointer"]);
+    std::fs::write(model.path(&shard(2)), "<!DOCTYPE html>\n<html><body>404</body></html>").unwrap();
+    check(model.open(), &[&shard(2), "HTML page"]);
+}
+
+#[test]
+fn c041_a_shard_that_is_cut_or_longer() {
+    let model = Model::sharded();
+    let path = model.path(&shard(2));
+    let whole = std::fs::read(&path).unwrap();
+    for len in [whole.len() - 4096, whole.len() - 1] {
+        std::fs::write(&path, &whole[..len]).unwrap();
+        check(model.open(), &[&shard(2), &whole.len().to_string(), &len.to_string()]);
+    }
+    std::fs::write(&path, [&whole[..], b"x"].concat()).unwrap();
+    check(model.open(), &[&shard(2), "after the last tensor"]);
+}
+
+#[test]
+fn f036_a_missing_prefix_names_the_nearest() {
+    let model = Model::float(&llama(true));
+    let renamed: Vec<NamedTensor> = float_layers(&llama(true), FloatType::F32)
+        .into_iter()
+        .map(|l| {
+            let ExportTensor::Float { name, shape, data, dtype } = l else { panic!("float") };
+            let name = name.trim_start_matches("model.").to_owned();
+            NamedTensor { name, data: TensorData::Float { shape, data, dtype } }
+        })
+        .collect();
+    write_safetensors(&model.path("model.safetensors"), &renamed).unwrap();
+    let e = model.open().unwrap_err();
+    assert_eq!(e.exit_code(), 3);
+    assert!(e.to_string().contains("model.embed_tokens.weight"), "{e}");
+    assert_eq!(e.hint().unwrap(), "the nearest name in the file is embed_tokens.weight");
+}
+
+#[test]
+fn f037_configs_that_cannot_be_read() {
+    let model = Model::float(&llama(true));
+    let path = model.path("config.json");
+    for (text, word) in
+        [("", "JSON"), ("[1]", "object"), ("{\"hidden_size\": 1, \"hidden_size\": 1}", "twice"), ("{} //", "JSON")]
+    {
+        std::fs::write(&path, text).unwrap();
+        check(model.open(), &["config.json", word]);
+    }
+    // A file of 1 GB that takes no space: refused by its size, not read.
+    std::fs::File::create(&path).unwrap().set_len(1 << 30).unwrap();
+    check(model.open(), &["config.json", "1073741824"]);
+    std::fs::remove_file(&path).unwrap();
+    check(model.open(), &["config.json", "no such file"]);
+}
+
+#[test]
+fn f038_f041_required_keys_and_architectures() {
+    let model = Model::float(&llama(true));
+    for key in ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"] {
+        model.refuses(&["config.json", key, "missing"], |c| {
+            c.as_object_mut().unwrap().remove(key);
+        });
+        model.refuses(&[key, "null"], |c| c[key] = Value::Null);
+    }
+    model.refuses(&["model_type", "not supported", "gpt2"], |c| {
+        *c = json!({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64});
+    });
+    model.refuses(&["model_type", "not supported"], |c| c["model_type"] = json!("mamba"));
+    model.refuses(&["architectures", "LlamaForSequenceClassification"], |c| {
+        c["architectures"] = json!(["LlamaForSequenceClassification"]);
+    });
+    model.refuses(&["architectures", "one architecture"], |c| c["architectures"] = json!(["LlamaForCausalLM", "X"]));
+    model.refuses(&["auto_map", "own code"], |c| c["auto_map"] = json!({"AutoModel": "evil.py"}));
+    model.refuses(&["model_type", "nothing"], |c| {
+        let map = c.as_object_mut().unwrap();
+        map.remove("model_type");
+        map.remove("architectures");
+    });
+    model.refuses(&["attention_multiplier", "does not know"], |c| c["attention_multiplier"] = json!(2.0));
+}
+
+#[test]
+fn f039_defaults_are_those_of_transformers_and_are_noted() {
+    let config =
+        LlamaConfig { num_key_value_heads: 4, max_position_embeddings: 2048, rms_norm_eps: 1e-6, ..llama(false) };
+    let model = Model::float(&config);
+    let ckpt = model
+        .with_config(|c| {
+            let map = c.as_object_mut().unwrap();
+            for key in [
+                "num_key_value_heads",
+                "head_dim",
+                "rope_theta",
+                "rope_parameters",
+                "tie_word_embeddings",
+                "hidden_act",
+                "max_position_embeddings",
+                "rms_norm_eps",
+            ] {
+                map.remove(key);
+            }
+        })
+        .unwrap();
+    assert_eq!(ckpt.config(), &ModelConfig::Llama(config));
+    let notes: Vec<_> = ckpt.faults().into_iter().filter(|f| f.severity == Severity::Note).collect();
+    assert_eq!(notes.len(), 1);
+    for key in
+        ["num_key_value_heads = num_attention_heads = 4", "head_dim", "rope_theta = 10000", "rms_norm_eps = 1e-6"]
+    {
+        assert!(notes[0].problem.contains(key), "{}", notes[0].problem);
+    }
+}
+
+#[test]
+fn f040_values_of_the_wrong_type() {
+    let model = Model::float(&llama(true));
+    for bad in
+        [json!("64"), json!(64.5), json!(-1), json!(0), json!(1u64 << 40), json!([64]), json!(true), json!(1e300)]
+    {
+        model.refuses(&["config.json", "hidden_size", "expected an integer"], |c| c["hidden_size"] = bad.clone());
+        model.refuses(&["num_hidden_layers", "expected an integer"], |c| c["num_hidden_layers"] = bad);
+    }
+    model.with_config(|c| c["hidden_size"] = json!(64.0)).unwrap();
+    model.refuses(&["tie_word_embeddings"], |c| c["tie_word_embeddings"] = json!("true"));
+    model.refuses(&["hidden_act", "silu", "gelu"], |c| c["hidden_act"] = json!("gelu"));
+    for key in ["attention_bias", "mlp_bias"] {
+        model.refuses(&[key, "true"], |c| c[key] = json!(true));
+    }
+}
+
+#[test]
+fn f042_heads_that_do_not_divide() {
+    let model = Model::float(&llama(true));
+    model.refuses(&["num_key_value_heads", "divisor of num_attention_heads = 4", "got 3"], |c| {
+        c["num_key_value_heads"] = json!(3);
+    });
+    model.refuses(&["num_attention_heads", "divisor of hidden_size = 64"], |c| {
+        c.as_object_mut().unwrap().remove("head_dim");
+        c["num_attention_heads"] = json!(6);
+    });
+    model.refuses(&["head_dim", "even", "got 15"], |c| c["head_dim"] = json!(15));
+}
+
+#[test]
+fn f043_c054_an_explicit_head_dim_is_honoured() {
+    let config = LlamaConfig { hidden_size: 40, head_dim: 16, ..llama(true) };
+    let model = Model::float(&config);
+    let ckpt = model.open().unwrap();
+    assert_eq!(ckpt.config(), &ModelConfig::Llama(config));
+    let LinearWeight::Float { n, k, .. } = ckpt.linear("model.layers.0.self_attn.q_proj").unwrap() else {
+        panic!("float")
+    };
+    assert_eq!((n, k), (64, 40));
+    // Without the key it is 40 / 4 = 10, and the shapes say no.
+    model.refuses(&["q_proj", "[40, 40]", "[64, 40]"], |c| {
+        c.as_object_mut().unwrap().remove("head_dim");
+    });
+    model.refuses(&["head_dim", "got 15"], |c| c["head_dim"] = json!(15));
+}
+
+#[test]
+fn f044_rotary_settings_in_both_spellings() {
+    let model = Model::float(&llama(true));
+    let theta = |change: fn(&mut Value)| {
+        let ModelConfig::Llama(c) = model.with_config(change).unwrap().config().clone() else { panic!("llama") };
+        c.rope_theta
+    };
+    assert_eq!(theta(|c| c["rope_scaling"] = Value::Null), 1e4);
+    assert_eq!(theta(|c| c["rope_scaling"] = json!({})), 1e4);
+    assert_eq!(theta(|c| c["rope_scaling"] = json!({"type": "default"})), 1e4);
+    assert_eq!(
+        theta(|c| {
+            c.as_object_mut().unwrap().remove("rope_theta");
+            c["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
+        }),
+        5e5
+    );
+    model.refuses(&["rope_parameters", "contradicts"], |c| {
+        c["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
+    });
+    for scaling in [
+        json!({"rope_type": "linear", "factor": 2.0}),
+        json!({"type": "dynamic", "factor": 2.0}),
+        json!({"rope_type": "llama3", "factor": 8.0}),
+        json!({"rope_type": "foo"}),
+        json!({"rope_type": "default", "type": "linear", "factor": 2.0}),
+        json!({"factor": 2.0}),
+        json!({"rope_type": 7}),
+        json!("linear"),
+        json!([]),
+    ] {
+        for key in ["rope_scaling", "rope_parameters"] {
+            model.refuses(&[key], |c| c[key] = scaling.clone());
+        }
+    }
+    for bad in [json!(0), json!(-1e4), json!("1e4")] {
+        model.refuses(&["rope_theta"], |c| {
+            c.as_object_mut().unwrap().remove("rope_parameters");
+            c["rope_theta"] = bad;
+        });
+    }
+    model.refuses(&["partial_rotary_factor"], |c| c["partial_rotary_factor"] = json!(0.5));
+    model.with_config(|c| c["partial_rotary_factor"] = json!(1.0)).unwrap();
+}
+
+#[test]
+fn f047_special_tokens() {
+    let model = Model::float(&llama(true));
+    let tokens = |change: fn(&mut Value)| {
+        let ModelConfig::Llama(c) = model.with_config(change).unwrap().config().clone() else { panic!("llama") };
+        (c.bos_token_id, c.eos_token_ids, c.pad_token_id)
+    };
+    assert_eq!(tokens(|c| c["eos_token_id"] = json!([3, 5])), (Some(0), vec![3, 5], None));
+    assert_eq!(tokens(|c| c["eos_token_id"] = Value::Null), (Some(0), vec![], None));
+    assert_eq!(
+        tokens(|c| {
+            c.as_object_mut().unwrap().remove("bos_token_id");
+            c["pad_token_id"] = json!(-1);
+        }),
+        (None, vec![0], None)
+    );
+    for bad in [json!(40), json!(-1), json!("0"), json!([0, 40])] {
+        model.refuses(&["eos_token_id", "vocab_size = 40"], |c| c["eos_token_id"] = bad);
+    }
+}
+
+#[test]
+fn f048_shapes_and_layers_that_do_not_fit() {
+    let model = Model::float(&llama(true));
+    model.refuses(&["model.embed_tokens.weight", "[41, 64]", "[40, 64]"], |c| c["vocab_size"] = json!(41));
+    // More layers than tensors: the first ten problems and their number.
+    model.refuses(&["model.layers.2.", "18 tensors do not fit"], |c| c["num_hidden_layers"] = json!(4));
+    let text = model.with_config(|c| c["num_hidden_layers"] = json!(4)).unwrap_err().to_string();
+    assert_eq!(text.matches("model.layers.").count(), 10, "{text}");
+    // Fewer layers than tensors would leave layers out.
+    model.refuses(&["model.layers.1.", "num_hidden_layers = 1"], |c| c["num_hidden_layers"] = json!(1));
+    model.refuses(&["lm_head.weight"], |c| c["tie_word_embeddings"] = json!(false));
+}
+
+#[test]
+fn f016_a_linear_of_no_rows_is_refused() {
+    let model = Model::float(&llama(true));
+    let mut tensors: Vec<NamedTensor> = float_layers(&llama(true), FloatType::F32)
+        .into_iter()
+        .map(|l| {
+            let ExportTensor::Float { name, shape, data, dtype } = l else { panic!("float") };
+            NamedTensor { name, data: TensorData::Float { shape, data, dtype } }
+        })
+        .collect();
+    let q = tensors.iter_mut().find(|t| t.name.ends_with("0.self_attn.q_proj.weight")).unwrap();
+    q.data = TensorData::Float { shape: vec![0, 64], data: vec![], dtype: FloatType::F32 };
+    write_safetensors(&model.path("model.safetensors"), &tensors).unwrap();
+    check(model.open(), &["q_proj", "[0, 64]"]);
+}
+
+#[test]
+fn f049_quantization_configs_that_dsq_cannot_run() {
+    let model = Model::quantized(&llama(true), Mapping::Symmetric);
+    model.open().unwrap();
+    let q = |key: &'static str, bad: Value| move |c: &mut Value| c["quantization_config"][key] = bad;
+    let w = |key: &'static str, bad: Value| {
+        move |c: &mut Value| c["quantization_config"]["config_groups"]["group_0"]["weights"][key] = bad
+    };
+    model.refuses(&["quantization_config.quant_method", "gptq"], q("quant_method", json!("gptq")));
+    model.refuses(&["quantization_config.config_groups.group_0.format", "marlin-24"], |c| {
+        c["quantization_config"]["config_groups"]["group_0"]["format"] = json!("marlin-24");
+    });
+    model.refuses(&["quantization_config.kv_cache_scheme"], q("kv_cache_scheme", json!({"num_bits": 8})));
+    model.refuses(&["quantization_config.sparsity_config"], q("sparsity_config", json!({"format": "sparse"})));
+    model.refuses(&["quantization_config.quantization_status"], q("quantization_status", json!("frozen")));
+    model.refuses(&["quantization_config.config_groups"], q("config_groups", json!({})));
+    model.refuses(&["quantization_config.unheard_of"], q("unheard_of", json!(1)));
+    model.refuses(&["quantization_config.ignore", "re:("], q("ignore", json!(["re:("])));
+    for bits in [0, 3, 16] {
+        model.refuses(&["group_0.weights.num_bits"], w("num_bits", json!(bits)));
+    }
+    for size in [0, -1, -2] {
+        model.refuses(&["group_0.weights.group_size"], w("group_size", json!(size)));
+    }
+    model.refuses(&["group_0.weights.type", "float"], w("type", json!("float")));
+    model.refuses(&["group_0.weights.strategy", "block"], w("strategy", json!("block")));
+    model.refuses(&["group_0.weights.actorder", "group"], w("actorder", json!("group")));
+    model.refuses(&["group_0.weights.dynamic"], w("dynamic", json!(true)));
+    model.refuses(&["group_0.weights.surprise"], w("surprise", json!(1)));
+    model.with_config(w("actorder", json!("static"))).unwrap();
+    // A group that does not divide, and codes without a scheme.
+    model.refuses(&["down_proj", "in_features = 96"], w("group_size", json!(64)));
+    model.refuses(&["weight_packed", "does not name"], |c| {
+        c.as_object_mut().unwrap().remove("quantization_config");
+    });
+    // A scheme without codes.
+    let float = Model::float(&llama(true));
+    let mut config: Value = serde_json::from_slice(&std::fs::read(model.path("config.json")).unwrap()).unwrap();
+    float.refuses(&["weight_packed", "expected this tensor"], |c| {
+        c["quantization_config"] = config["quantization_config"].take();
+    });
+}
+
+#[test]
+fn f049_stored_parameters_that_contradict_the_scheme() {
+    let module = "model.layers.0.self_attn.q_proj";
+    let model = Model::quantized(&llama(true), Mapping::Asymmetric);
+    model.refuses(&["weight_zero_point", "symmetric"], |c| {
+        c["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = json!(true);
+    });
+    // A scale that is not a number, and a shape that lies.
+    let path = model.path("model.safetensors");
+    let file = std::fs::read(&path).unwrap();
+    let header: usize = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let entries: Value = serde_json::from_slice(&file[8..8 + header]).unwrap();
+    let patch = |name: &str, bytes: &[u8]| {
+        let at = 8 + header + entries[format!("{module}.{name}")]["data_offsets"][0].as_u64().unwrap() as usize;
+        let mut changed = file.clone();
+        changed[at..at + bytes.len()].copy_from_slice(bytes);
+        std::fs::write(&path, changed).unwrap();
+        model.open().unwrap().linear(module).unwrap_err()
+    };
+    for scale in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
+        let e = patch("weight_scale", &scale.to_le_bytes());
+        assert!(e.exit_code() == 3 && e.to_string().contains("scale"), "{e}");
+    }
+    for shape in [[64i64, 63], [0, 64], [-1, 64], [1 << 40, 1 << 40], [1, 1 << 62]] {
+        let bytes: Vec<u8> = shape.iter().flat_map(|d| d.to_le_bytes()).collect();
+        let e = patch("weight_shape", &bytes);
+        assert_eq!(e.exit_code(), 3, "{e}");
+    }
+}
+
+#[test]
+fn f050_epsilons() {
+    let model = Model::float(&llama(true));
+    let warned = model.with_config(|c| c["rms_norm_eps"] = json!(0)).unwrap();
+    assert!(warned.faults().iter().any(|f| f.field == "rms_norm_eps" && f.severity == Severity::Warning));
+    for bad in [json!(-1e-5), json!("1e-6"), json!([])] {
+        model.refuses(&["config.json", "rms_norm_eps"], |c| c["rms_norm_eps"] = bad);
+    }
+}
+
+#[test]
+fn f051_sliding_windows_are_refused() {
+    let model = Model::float(&llama(true));
+    model.with_config(|c| c["sliding_window"] = Value::Null).unwrap();
+    model.refuses(&["sliding_window", "8"], |c| c["sliding_window"] = json!(8));
+    model.refuses(&["sliding_window", "0"], |c| c["sliding_window"] = json!(0));
+}
+
+#[test]
+fn f052_files_beside_the_weights() {
+    let model = Model::float(&llama(true));
+    let ckpt = model.open().unwrap();
+    assert!(ckpt.tokenizer_json().unwrap().is_none() && ckpt.chat_template().unwrap().is_none());
+    let config = |text: &str| {
+        std::fs::write(model.path("tokenizer_config.json"), text).unwrap();
+        model.open().unwrap().chat_template()
+    };
+    assert_eq!(config(r#"{"chat_template": "{{ a }}"}"#).unwrap().unwrap(), "{{ a }}");
+    let named = r#"{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}"#;
+    assert_eq!(config(named).unwrap().unwrap(), "d");
+    for bad in [r#"{"chat_template": 7}"#, r#"{"chat_template": []}"#, "{", r#"{"a": 1, "a": 2}"#] {
+        assert_eq!(config(bad).unwrap_err().exit_code(), 3, "{bad}");
+    }
+    // The file of its own goes before.
+    std::fs::write(model.path("chat_template.jinja"), "own").unwrap();
+    assert_eq!(model.open().unwrap().chat_template().unwrap().unwrap(), "own");
+    std::fs::write(model.path("chat_template.jinja"), b"\xff").unwrap();
+    assert_eq!(model.open().unwrap().chat_template().unwrap_err().exit_code(), 3);
+}
+
+#[test]
+fn f027_swapped_bytes_are_suspected() {
+    let model = Model::float(&llama(true));
+    let data: Vec<f32> = vec![f32::from_bits(1.0f32.to_bits().swap_bytes()); 64];
+    let mut tensors = Vec::new();
+    for layer in float_layers(&llama(true), FloatType::F32) {
+        let ExportTensor::Float { name, shape, data: values, dtype } = layer else { panic!("float") };
+        let data = if name == "model.norm.weight" { data.clone() } else { values };
+        tensors.push(NamedTensor { name, data: TensorData::Float { shape, data, dtype } });
+    }
+    write_safetensors(&model.path("model.safetensors"), &tensors).unwrap();
+    let faults = model.open().unwrap().faults();
+    assert!(faults.iter().any(|f| f.field == "model.norm.weight" && f.problem.contains("wrong order")), "{faults:?}");
+}
+
+/// Every byte of the config and the index, changed at random: an answer, never a panic.
+#[test]
+fn f099_damaged_texts_are_survived() {
+    let model = Model::quantized(&llama(true), Mapping::Asymmetric);
+    let path = model.path("config.json");
+    let text = std::fs::read(&path).unwrap();
+    let mut seed = 7u64;
+    let mut random = move |n: usize| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) as usize % n
+    };
+    for _ in 0..3000 {
+        let mut changed = text.clone();
+        for _ in 0..=random(3) {
+            let at = random(changed.len());
+            match random(3) {
+                0 => changed[at] = b"0123456789-.eE\"{}[]:, ntf"[random(24)],
+                1 => changed[at] ^= 1 << random(8),
+                _ => drop(changed.drain(at..(at + random(20)).min(changed.len()))),
+            }
+        }
+        std::fs::write(&path, changed).unwrap();
+        if let Ok(ckpt) = model.open() {
+            for spec in ckpt.config().linears() {
+                let _ = ckpt.linear(&spec.module);
+                let _ = ckpt.activation(&spec.module);
+            }
+        }
+    }
+}
+
+#[test]
+fn paths_that_are_no_model() {
+    let dir = tempfile::tempdir().unwrap();
+    check(Checkpoint::open(&dir.path().join("none")), &["no such file or folder"]);
+    check(Checkpoint::open(dir.path()), &["config.json", "no such file"]);
+    let file = dir.path().join("model.safetensors");
+    std::fs::write(&file, f32_file(&[("x", 1)])).unwrap();
+    check(Checkpoint::open(&file), &["expected a model folder or a GGUF file"]);
+    std::fs::write(dir.path().join("config.json"), "{\"model_type\": \"llama\"}").unwrap();
+    check(Checkpoint::open(Path::new(dir.path())), &["hidden_size"]);
+}
