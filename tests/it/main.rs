@@ -1,3 +1,4 @@
 //! The one integration test binary: what holds across crates, and the commands as a person runs them.
 
 mod architecture;
+mod model_files;

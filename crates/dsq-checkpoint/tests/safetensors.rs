@@ -272,10 +272,10 @@ fn f091_a_device_that_is_full_is_an_error() {
     // The file is written through a temporary sibling, so the sibling's folder must exist and take it.
     let x = NamedTensor { name: "x".into(), data: TensorData::I32 { shape: vec![2], data: vec![1, 2] } };
     let dir = tempfile::tempdir().unwrap();
-    let e = write_safetensors(&dir.path().join("none/x.safetensors"), &[x.clone()]).unwrap_err();
+    let e = write_safetensors(&dir.path().join("none/x.safetensors"), std::slice::from_ref(&x)).unwrap_err();
     assert_eq!(e.exit_code(), 4);
     let path = dir.path().join("x.safetensors");
-    write_safetensors(&path, &[x.clone()]).unwrap();
+    write_safetensors(&path, std::slice::from_ref(&x)).unwrap();
     // A set of tensors that cannot be written leaves the old file.
     let bad = NamedTensor { name: "y".into(), data: TensorData::I32 { shape: vec![3], data: vec![1, 2] } };
     for tensors in [vec![x.clone(), x.clone()], vec![bad]] {

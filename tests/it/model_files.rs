@@ -1,0 +1,242 @@
+//! `dsq quantize`, `dsq export` and `dsq inspect` as a person runs them: exit codes, messages, files.
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+fn dsq(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_dsq")).args(args).output().unwrap()
+}
+
+/// Runs a command that must succeed; its stdout.
+fn works(args: &[&str]) -> String {
+    let out = dsq(args);
+    assert_eq!(out.status.code(), Some(0), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8(out.stdout).unwrap()
+}
+
+/// Runs a command that must fail with this code and these words on stderr (one error line, perhaps a hint).
+fn fails(args: &[&str], code: i32, words: &[&str]) {
+    let out = dsq(args);
+    let text = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{text:?} lacks {word:?}");
+    }
+    assert!(text.starts_with("error: ") && text.lines().count() <= 2, "{text:?}");
+    assert!(out.stdout.is_empty());
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn list(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A copy of a golden model with one F32 value changed.
+fn with_value(dir: &Path, tensor: &str, index: usize, value: f32) -> PathBuf {
+    let model = dir.join("changed");
+    std::fs::create_dir(&model).unwrap();
+    std::fs::copy(golden("llama_tiny/config.json"), model.join("config.json")).unwrap();
+    let mut file = std::fs::read(golden("llama_tiny/model.safetensors")).unwrap();
+    let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let entries: Value = serde_json::from_slice(&file[8..8 + header]).unwrap();
+    let at = 8 + header + entries[tensor]["data_offsets"][0].as_u64().unwrap() as usize + 4 * index;
+    file[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    std::fs::write(model.join("model.safetensors"), file).unwrap();
+    model
+}
+
+#[test]
+fn quantize_inspect_and_export_agree() {
+    let dir = tempfile::tempdir().unwrap();
+    let (q, again, float) = (dir.path().join("q"), dir.path().join("again"), dir.path().join("float"));
+    let model = golden("llama_tiny");
+    let json = works(&["quantize", text(&model), "--out", text(&q), "--group-size", "32", "--json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    // 4 bits and a 32-bit scale for 32 weights.
+    assert_eq!(json["bits_per_weight"], 5.0);
+    assert_eq!(json["rows"].as_array().unwrap().len(), 14);
+    let sum: u64 = json["bytes"].as_object().unwrap().values().map(|v| v.as_u64().unwrap()).sum();
+    assert_eq!(sum, std::fs::metadata(q.join("model.safetensors")).unwrap().len());
+    assert_eq!(list(&q), ["config.json", "dsq-proof.json", "model.safetensors"]);
+
+    let seen: Value = serde_json::from_str(&works(&["inspect", text(&q), "--json"])).unwrap();
+    let row = |name: &str| seen["rows"].as_array().unwrap().iter().find(|r| r["name"] == name).unwrap().clone();
+    assert_eq!(row("model.layers.1.mlp.down_proj.weight")["type"], "INT4 group 32, F32 scales");
+    assert_eq!(row("model.layers.1.mlp.down_proj.weight")["bits_per_weight"], 5.0);
+    assert_eq!(row("model.embed_tokens.weight")["type"], "F32");
+    assert_eq!(seen["faults"].as_array().unwrap().len(), 0);
+    assert!(works(&["inspect", text(&q)]).contains("no faults found"));
+
+    works(&["export", text(&q), "--out", text(&again), "--format", "compressed-tensors"]);
+    for name in ["config.json", "model.safetensors"] {
+        assert_eq!(std::fs::read(q.join(name)).unwrap(), std::fs::read(again.join(name)).unwrap(), "{name}");
+    }
+    // The values of the codes as floats; quantizing those on the same grid finds the same values again.
+    works(&["export", text(&q), "--out", text(&float), "--format", "safetensors"]);
+    assert!(works(&["inspect", text(&float)]).contains("F32"));
+    fails(
+        &["export", text(&float), "--out", text(&again), "--format", "compressed-tensors", "--overwrite"],
+        2,
+        &["float weights"],
+    );
+    fails(&["quantize", text(&q), "--out", text(&dir.path().join("x"))], 2, &["quantized already"]);
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_number_of_threads() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = golden("llama_tiny_untied");
+    let files = ["1", "2", "7"].map(|threads| {
+        let out = dir.path().join(threads);
+        works(&["quantize", text(&model), "--out", text(&out), "--group-size", "32", "--threads", threads]);
+        list(&out).into_iter().map(|n| std::fs::read(out.join(n)).unwrap()).collect::<Vec<_>>()
+    });
+    assert!(files[0] == files[1] && files[1] == files[2]);
+}
+
+#[test]
+fn f089_outputs_that_would_damage_something() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = with_value(dir.path(), "model.norm.weight", 0, 1.0);
+    let before: Vec<_> = list(&model).iter().map(|n| std::fs::read(model.join(n)).unwrap()).collect();
+    for overwrite in [&[][..], &["--overwrite"][..]] {
+        for (out, word) in [
+            (model.clone(), "is the input"),
+            (model.join("sub"), "inside the input"),
+            (dir.path().to_path_buf(), "holds the input"),
+        ] {
+            let args = [&["quantize", text(&model), "--out", text(&out)][..], overwrite].concat();
+            fails(&args, 2, &["--out", word]);
+        }
+    }
+    let after: Vec<_> = list(&model).iter().map(|n| std::fs::read(model.join(n)).unwrap()).collect();
+    assert_eq!(before, after);
+    let out = dir.path().join("out");
+    std::fs::create_dir(&out).unwrap();
+    std::fs::write(out.join("config.json"), "old").unwrap();
+    let args = ["quantize", text(&model), "--out", text(&out), "--group-size", "32"];
+    fails(&args, 2, &["config.json in it", "hint:", "--overwrite"]);
+    works(&[&args[..], &["--overwrite"]].concat());
+    assert_eq!(list(dir.path()), ["changed", "out"]);
+}
+
+#[test]
+fn f022_c005_weights_that_cannot_be_quantized() {
+    let tensor = "model.layers.1.self_attn.v_proj.weight";
+    for (value, args, words) in [
+        (f32::NAN, &[][..], &["non-finite", "NaN at index 77", "got 1"][..]),
+        (f32::INFINITY, &[], &["non-finite", "inf at index 77"]),
+        (6e5, &["--scale-dtype", "f16"], &["group 2", "6e5", "F16", "bf16"]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = with_value(dir.path(), tensor, 77, value);
+        let out = dir.path().join("out");
+        let args = [&["quantize", text(&model), "--out", text(&out), "--group-size", "32"][..], args].concat();
+        fails(&args, 6, &[&[tensor, "changed"], words].concat());
+        assert_eq!(list(dir.path()), ["changed"]);
+    }
+    // The same value with bf16 scales is fine.
+    let dir = tempfile::tempdir().unwrap();
+    let model = with_value(dir.path(), tensor, 77, 6e5);
+    let out = dir.path().join("out");
+    works(&["quantize", text(&model), "--out", text(&out), "--group-size", "32", "--scale-dtype", "bf16"]);
+}
+
+#[test]
+fn f084_f085_settings_are_refused_before_any_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (golden("llama_tiny"), dir.path().join("out"));
+    let run = |more: &[&str], words: &[&str]| {
+        fails(&[&["quantize", text(&model), "--out", text(&out)], more].concat(), 2, words);
+        assert!(list(dir.path()).is_empty());
+    };
+    run(&["--group-size", "64"], &["model.layers.{0..1}.mlp.down_proj (96)", "--ignore down_proj"]);
+    run(&["--group-size", "0"], &["--group-size", "got 0"]);
+    run(&["--group-size", "32", "--ignore", "dwon_proj"], &["--ignore", "dwon_proj", "match none"]);
+    run(&["--group-size", "32", "--ignore", "re:("], &["--ignore", "re:("]);
+    run(&["--group-size", "32", "--ignore", "re:.*"], &["at least one layer"]);
+    run(&["--group-size", "32", "--scheme", "W5A5"], &["--scheme", "W4A16", "W5A5"]);
+    run(&["--group-size", "32", "--scheme", "W4A4"], &["--scheme", "calibration"]);
+    for bad in [["--method", "magic"], ["--scale-dtype", "f12"], ["--granularity", "row"], ["--group-size", "-1"]] {
+        let out = dsq(&[&["quantize", text(&model), "--out", text(&out)], &bad[..]].concat());
+        assert_eq!(out.status.code(), Some(2), "{bad:?}");
+    }
+    // With the entry of the hint it runs.
+    works(&["quantize", text(&model), "--out", text(&out), "--group-size", "64", "--ignore", "down_proj"]);
+}
+
+#[test]
+fn every_granularity_and_zero_points_pass_the_proof() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (golden("llama_tiny"), dir.path().join("out"));
+    for (more, kind) in [
+        (&["--granularity", "channel"][..], "INT4 channel, F32 scales"),
+        (&["--granularity", "tensor", "--scale-dtype", "bf16"], "INT4 tensor, BF16 scales"),
+        (&["--group-size", "16", "--asymmetric"], "INT4 group 16, F32 scales and zero points"),
+        (&["--group-size", "32", "--dtype", "bf16", "--scale-dtype", "f16"], "INT4 group 32, F16 scales"),
+    ] {
+        works(&[&["quantize", text(&model), "--out", text(&out), "--overwrite"], more].concat());
+        let seen = works(&["inspect", text(&out)]);
+        assert!(seen.contains(kind), "{seen}");
+    }
+}
+
+#[test]
+fn f011_f022_inspect_finds_faults() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = with_value(dir.path(), "model.norm.weight", 3, f32::NAN);
+    let out = dsq(&["inspect", text(&model)]);
+    let seen = String::from_utf8(out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{seen}");
+    assert!(seen.contains("error: ") && seen.contains("NaN at index 3") && seen.contains("1 fault found"), "{seen}");
+    let file = model.join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &whole[..whole.len() - 1]).unwrap();
+    fails(&["inspect", text(&model)], 3, &["model.safetensors", "download incomplete?", &whole.len().to_string()]);
+    fails(&["inspect", text(&dir.path().join("none"))], 3, &["no such file or folder"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn c039_every_file_follows_the_umask() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let model = golden("llama_tiny");
+    for (umask, file, folder) in [("077", 0o600, 0o700), ("022", 0o644, 0o755)] {
+        let out = dir.path().join(umask);
+        let script = format!(
+            "umask {umask} && exec {:?} quantize {:?} --out {out:?} --group-size 32",
+            env!("CARGO_BIN_EXE_dsq"),
+            model
+        );
+        assert!(Command::new("sh").args(["-c", &script]).output().unwrap().status.success());
+        let mode = |p: &Path| std::fs::metadata(p).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&out), folder);
+        for name in list(&out) {
+            assert_eq!(mode(&out.join(&name)), file, "{name}");
+        }
+    }
+}
+
+#[test]
+fn f096_an_output_that_cannot_be_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "mine").unwrap();
+    let model = golden("llama_tiny");
+    for out in [file.clone(), file.join("inside")] {
+        fails(&["quantize", text(&model), "--out", text(&out), "--group-size", "32", "--overwrite"], 4, &["file"]);
+    }
+    assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+}
