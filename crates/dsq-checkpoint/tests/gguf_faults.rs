@@ -217,7 +217,7 @@ fn f074_architecture_keys() {
 
 #[test]
 fn f048_tensors_and_keys_must_fit() {
-    refused_with(&toy().without_tensor("token_embd.weight"), &["token_embd.weight", "missing"]);
+    refused_with(&toy().without_tensor("token_embd.weight"), &["token_embd.weight", "got none"]);
     refused_with(&toy().without_tensor("blk.0.ffn_up.weight"), &["block_count", "10 tensors", "got 1"]);
     let bias = toy().tensor("blk.0.attn_q.bias", &[32], F32, floats(&[0.0; 32]));
     refused_with(&bias, &["blk.0.attn_q.bias", "no tensor of that name"]);

@@ -232,17 +232,20 @@ impl<R: Read> Reader<'_, R> {
         }
         let magic: [u8; 4] = self.array(&"magic")?;
         if &magic != b"GGUF" {
-            let found = match &magic {
-                b"lmgg" | b"fmgg" | b"tjgg" | b"algg" => "a ggml file from before GGUF (GGML, GGMF, GGJT or GGLA)",
-                b"FUGG" => "the bytes of GGUF swapped",
-                b"vers" => "what looks like a Git LFS pointer",
-                b"<!do" | b"<!DO" | b"<htm" => "what looks like an HTML page",
-                _ => "something else",
+            let convert = "convert the original model to GGUF version 3 again";
+            let fetch = "fetch the real file: git lfs pull, or download it again";
+            let give = "give a folder with config.json, or a GGUF file";
+            let (found, hint) = match &magic {
+                b"lmgg" | b"fmgg" | b"tjgg" | b"algg" => {
+                    ("a ggml file from before GGUF (GGML, GGMF, GGJT or GGLA)", convert)
+                }
+                b"FUGG" => ("the bytes of GGUF swapped", convert),
+                b"vers" => ("what looks like a Git LFS pointer", fetch),
+                b"<!do" | b"<!DO" | b"<htm" => ("what looks like an HTML page", fetch),
+                _ => ("something else", give),
             };
             let problem = format!("expected GGUF, got {found} ({})", printable(&String::from_utf8_lossy(&magic)));
-            return Err(self
-                .invalid(&"magic", problem)
-                .with_hint("convert the original model to GGUF version 3 again"));
+            return Err(self.invalid(&"magic", problem).with_hint(hint));
         }
         let version = self.u32("version")?;
         match version {

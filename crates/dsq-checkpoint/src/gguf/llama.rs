@@ -214,7 +214,7 @@ fn refuse_variants(keys: &mut Keys) -> Result<(), CheckpointError> {
 fn vocab_rows(keys: &mut Keys, tensors: &[TensorEntry]) -> Result<usize, CheckpointError> {
     let metadata = keys.metadata;
     let Some(embedding) = tensors.iter().find(|t| t.name == "token_embd.weight") else {
-        return Err(metadata.missing("token_embd.weight", "a tensor of that name"));
+        return Err(metadata.invalid("token_embd.weight", "expected a tensor of that name, got none"));
     };
     let rows = embedding.ne.get(1).copied().unwrap_or(1);
     if rows > MAX_SIZE {

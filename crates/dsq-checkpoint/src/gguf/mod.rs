@@ -6,10 +6,10 @@
 //! experts, biases, SentencePiece tokenizers, and every `llama.*` key that dsq does not know, because a key that is skipped
 //! is a model that computes something else.
 //!
-//! - **Weights** are dequantized to f32 exactly as ggml does ([`dequant`]); a NaN or infinite value is refused on reading.
+//! - **Weights** are dequantized to f32 exactly as ggml does (`dequant.rs`); a NaN or infinite value is refused on reading.
 //! - **Names and shapes** are those of `LlamaForCausalLM` (`blk.0.attn_q.weight` is
 //!   `model.layers.0.self_attn.q_proj.weight`, shape `[out, in]`). llama.cpp stores the rows of each query and key head
-//!   interleaved; reading puts them back ([`llama::original_row`]).
+//!   interleaved; reading puts them back (`original_row` in `llama.rs`).
 //! - **Tied embeddings**: a file without `output.weight` has them.
 //! - **Tokenizer**: `tokenizer.json` is rebuilt from the vocabulary, the merges and the token types; control tokens become
 //!   special added tokens, user-defined ones plain added tokens, unused ids stay free. An unknown or absent
