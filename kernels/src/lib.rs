@@ -14,6 +14,7 @@ mod isa;
 pub mod linear;
 mod parallel;
 mod simd;
+pub mod train;
 
 pub use isa::Isa;
 pub use linear::{FloatLinear, Int4Linear, Int8Linear};

@@ -8,7 +8,7 @@
 mod batch_norm;
 mod codes;
 mod float;
-mod gemm;
+pub(crate) mod gemm;
 mod int4;
 
 pub use batch_norm::{BatchNormGrads, batch_norm_backward, batch_norm_forward};

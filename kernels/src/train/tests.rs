@@ -1,0 +1,265 @@
+use super::exp::exp;
+use super::*;
+
+fn uniform(n: usize, seed: u64) -> Vec<f32> {
+    let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            s ^= s << 13;
+            s ^= s >> 7;
+            s ^= s << 17;
+            (s >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|v| v.to_bits()).collect()
+}
+
+/// Derivative of `f` along each coordinate of `x`, in f64 central differences, against `grad`.
+fn check_gradient(name: &str, x: &[f32], grad: &[f32], f: &dyn Fn(&[f64]) -> f64) {
+    let x: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
+    let size = grad.iter().fold(0.0f64, |a, &g| a.max(f64::from(g).abs()));
+    assert!(size > 1e-3, "{name}: the gradient is not trivially zero");
+    for i in 0..x.len() {
+        let h = 1e-5;
+        let (mut lo, mut hi) = (x.clone(), x.clone());
+        lo[i] -= h;
+        hi[i] += h;
+        let slope = (f(&hi) - f(&lo)) / (2.0 * h);
+        // f32 rounding of a few dozen operations against the largest gradient; the differences in f64 err by h^2.
+        assert!(
+            (slope - f64::from(grad[i])).abs() < 64.0 * f64::from(f32::EPSILON) * size.max(1.0),
+            "{name}[{i}]: slope {slope}, gradient {}",
+            grad[i]
+        );
+    }
+}
+
+#[test]
+fn exp_is_within_2_ulp_and_keeps_nan() {
+    let mut worst = 0.0f64;
+    for i in 0..4_000_000u32 {
+        let x = -87.0 + 175.0 * (i as f32 / 4_000_000.0);
+        let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
+        let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
+        worst = worst.max((got - want).abs() / ulp);
+    }
+    assert!(worst < 2.0, "{worst} ulp");
+    assert_eq!(exp(0.0), 1.0);
+    for nan in [f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff)] {
+        assert!(exp(nan).is_nan());
+    }
+    assert!(exp(f32::NEG_INFINITY) > 0.0 && exp(f32::INFINITY).is_finite());
+}
+
+#[test]
+fn rms_norm_matches_f64_and_its_gradient_the_slope() {
+    let (m, d, eps) = (37, 20, 1e-5);
+    let (x, w, g) = (uniform(m * d, 1), uniform(d, 2), uniform(m * d, 3));
+    let f = |x: &[f64], w: &[f64]| -> Vec<f64> {
+        x.chunks(d)
+            .flat_map(|r| {
+                let inv = 1.0 / (r.iter().map(|v| v * v).sum::<f64>() / d as f64 + f64::from(eps)).sqrt();
+                r.iter().zip(w).map(move |(v, w)| v * inv * w).collect::<Vec<_>>()
+            })
+            .collect()
+    };
+    let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
+    let (mut out, mut inv, mut dx) = (vec![0.0; m * d], vec![0.0; m], vec![0.0; m * d]);
+    rms_norm(&x, &w, eps, &mut out, &mut inv);
+    for (a, b) in out.iter().zip(f(&wide(&x), &wide(&w))) {
+        assert!((f64::from(*a) - b).abs() < 1e-6, "{a} {b}");
+    }
+    let dw = rms_norm_gradient(&g, &x, &w, &inv, &mut dx);
+    let loss = |out: Vec<f64>| out.iter().zip(&g).map(|(o, &g)| o * f64::from(g)).sum::<f64>();
+    check_gradient("x", &x, &dx, &|x| loss(f(x, &wide(&w))));
+    check_gradient("w", &w, &dw, &|w| loss(f(&wide(&x), w)));
+}
+
+#[test]
+fn silu_mul_matches_f64_and_its_gradient_the_slope() {
+    let n = 200;
+    let (x, u, g) = (uniform(n, 4).iter().map(|v| v * 8.0).collect::<Vec<_>>(), uniform(n, 5), uniform(n, 6));
+    let f = |x: f64, u: f64| x / (1.0 + (-x).exp()) * u;
+    let mut out = vec![0.0; n];
+    silu_mul(&x, &u, &mut out);
+    for i in 0..n {
+        assert!((f64::from(out[i]) - f(x[i].into(), u[i].into())).abs() < 4e-6);
+    }
+    let (mut dx, mut du) = (vec![0.0; n], vec![0.0; n]);
+    silu_mul_gradient(&g, &x, &u, &mut dx, &mut du);
+    let loss = |x: &[f64], u: &[f64]| (0..n).map(|i| f(x[i], u[i]) * f64::from(g[i])).sum::<f64>();
+    let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
+    check_gradient("gate", &x, &dx, &|x| loss(x, &wide(&u)));
+    check_gradient("up", &u, &du, &|u| loss(&wide(&x), u));
+}
+
+fn reference_cross_entropy(x: &[f64], labels: &[i32], n: usize) -> f64 {
+    x.chunks(n)
+        .zip(labels)
+        .filter(|(_, l)| **l != IGNORED)
+        .map(|(r, &l)| r.iter().map(|v| v.exp()).sum::<f64>().ln() - r[l as usize])
+        .sum()
+}
+
+#[test]
+fn c066_ignored_rows_take_no_part_in_cross_entropy() {
+    let (m, n) = (35, 19);
+    let x: Vec<f32> = uniform(m * n, 7).iter().map(|v| v * 3.0).collect();
+    let labels: Vec<i32> = (0..m as i32).map(|i| if i % 4 == 1 { IGNORED } else { i * 7 % n as i32 }).collect();
+    let wide: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
+    let (sum, lse) = cross_entropy(&x, &labels, n);
+    assert!((sum - reference_cross_entropy(&wide, &labels, n)).abs() < 1e-5);
+    let mut dx = vec![9.0; m * n];
+    cross_entropy_gradient(&x, &labels, &lse, n, 0.5, &mut dx);
+    check_gradient("logits", &x, &dx, &|x| 0.5 * reference_cross_entropy(x, &labels, n));
+    let (sum, lse) = cross_entropy(&x, &vec![IGNORED; m], n);
+    cross_entropy_gradient(&x, &vec![IGNORED; m], &lse, n, 1.0, &mut dx);
+    assert!(sum == 0.0 && dx.iter().all(|&v| v == 0.0));
+    // NaN and huge logits: the first shows, the second stays finite.
+    let mut bad = x.clone();
+    bad[3] = f32::NAN;
+    assert!(cross_entropy(&bad, &labels, n).0.is_nan());
+    bad[3] = 3e38;
+    assert!(cross_entropy(&bad, &labels, n).0.is_finite());
+}
+
+/// Attention in f64, straight from the definition.
+fn reference_attention(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape, theta: f64) -> Vec<f64> {
+    let rope = |x: &[f64], i: usize| -> Vec<f64> {
+        let half = s.d / 2;
+        (0..s.d)
+            .map(|c| {
+                let angle = i as f64 * theta.powf(-2.0 * (c % half) as f64 / s.d as f64);
+                let other = if c < half { -x[c + half] } else { x[c - half] };
+                x[c] * angle.cos() + other * angle.sin()
+            })
+            .collect()
+    };
+    let head =
+        |x: &[f64], b: usize, i: usize, h: usize, heads: usize| x[((b * s.t + i) * heads + h) * s.d..][..s.d].to_vec();
+    let mut out = vec![0.0; q.len()];
+    for b in 0..s.b {
+        for h in 0..s.heads {
+            let g = h / (s.heads / s.kv_heads);
+            for i in 0..s.t {
+                let qi = rope(&head(q, b, i, h, s.heads), i);
+                let scores: Vec<f64> = (0..=i)
+                    .map(|j| {
+                        let kj = rope(&head(k, b, j, g, s.kv_heads), j);
+                        (qi.iter().zip(kj).map(|(a, b)| a * b).sum::<f64>() / (s.d as f64).sqrt()).exp()
+                    })
+                    .collect();
+                let sum: f64 = scores.iter().sum();
+                for (j, p) in scores.iter().enumerate() {
+                    let vj = head(v, b, j, g, s.kv_heads);
+                    for c in 0..s.d {
+                        out[((b * s.t + i) * s.heads + h) * s.d + c] += p / sum * vj[c];
+                    }
+                }
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn attention_matches_f64_and_its_gradient_the_slope() {
+    // 37 tokens: two blocks of rows, the second short.
+    for (b, t, heads, kv_heads, d) in [(2, 37, 4, 2, 6), (1, 1, 2, 1, 4), (1, 5, 3, 3, 2)] {
+        let s = AttentionShape { b, t, heads, kv_heads, d };
+        let rope = Rope::new(t, d, 100.0);
+        let scaled = |n: usize, seed: u64| uniform(n, seed).iter().map(|v| v * 2.0).collect::<Vec<f32>>();
+        let (q, k, v) =
+            (scaled(b * t * heads * d, 8), scaled(b * t * kv_heads * d, 9), scaled(b * t * kv_heads * d, 10));
+        let g = uniform(q.len(), 11);
+        let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
+        let run = Attention::forward(&q, &k, &v, &s, &rope);
+        let want = reference_attention(&wide(&q), &wide(&k), &wide(&v), &s, 100.0);
+        for (a, b) in run.out.iter().zip(&want) {
+            assert!((f64::from(*a) - b).abs() < 4e-6, "{a} {b}");
+        }
+        let d = run.backward(&g, [&q, &k, &v], &s, &rope);
+        let loss = |o: Vec<f64>| o.iter().zip(&g).map(|(o, &g)| o * f64::from(g)).sum::<f64>();
+        let (q64, k64, v64) = (wide(&q), wide(&k), wide(&v));
+        check_gradient("v", &v, &d.v, &|v| loss(reference_attention(&q64, &k64, v, &s, 100.0)));
+        if t > 1 {
+            check_gradient("q", &q, &d.q, &|q| loss(reference_attention(q, &k64, &v64, &s, 100.0)));
+            check_gradient("k", &k, &d.k, &|k| loss(reference_attention(&q64, k, &v64, &s, 100.0)));
+        }
+    }
+}
+
+#[test]
+fn embedding_gradient_sums_the_rows_of_a_token() {
+    let (ids, d) = ([2, 0, 2], 3);
+    let table = uniform(4 * d, 12);
+    let mut out = vec![0.0; 9];
+    gather_rows(&table, d, &ids, &mut out);
+    assert_eq!(out, [&table[6..9], &table[0..3], &table[6..9]].concat());
+    let mut grad = vec![0.0; 12];
+    scatter_rows(&[1., 2., 3., 10., 20., 30., 100., 200., 300.], d, &ids, &mut grad);
+    assert_eq!(grad, [10., 20., 30., 0., 0., 0., 101., 202., 303., 0., 0., 0.]);
+}
+
+#[test]
+fn adamw_follows_the_formula_in_f64() {
+    let n = 40;
+    let mut s = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, t: 0, grad_scale: 0.5 };
+    let mut w = uniform(n, 13);
+    let (mut m, mut v) = (vec![0.0; n], vec![0.0; n]);
+    let mut wide: Vec<f64> = w.iter().map(|&x| f64::from(x)).collect();
+    let (mut m64, mut v64) = (vec![0.0f64; n], vec![0.0f64; n]);
+    for t in 1..=20 {
+        s.t = t;
+        let g = uniform(n, 100 + t);
+        adamw(&s, &mut w, &g, &mut m, &mut v);
+        for i in 0..n {
+            let g = f64::from(g[i]) * 0.5;
+            m64[i] = 0.9 * m64[i] + 0.1 * g;
+            v64[i] = 0.95 * v64[i] + 0.05 * g * g;
+            let (mh, vh) = (m64[i] / (1.0 - 0.9f64.powi(t as i32)), v64[i] / (1.0 - 0.95f64.powi(t as i32)));
+            wide[i] = wide[i] * (1.0 - 1e-3) - 1e-2 * mh / (vh.sqrt() + 1e-8);
+            assert!((f64::from(w[i]) - wide[i]).abs() < 1e-6 * t as f64, "step {t}: {} {}", w[i], wide[i]);
+        }
+    }
+}
+
+#[test]
+fn any_thread_count_gives_the_same_bits() {
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let (m, d) = (300, 64);
+            let (x, w, g) = (uniform(m * d, 1), uniform(d, 2), uniform(m * d, 3));
+            let (mut out, mut inv, mut dx) = (vec![0.0; m * d], vec![0.0; m], vec![0.0; m * d]);
+            rms_norm(&x, &w, 1e-5, &mut out, &mut inv);
+            let dw = rms_norm_gradient(&g, &x, &w, &inv, &mut dx);
+            let labels: Vec<i32> = (0..m as i32).map(|i| i % d as i32).collect();
+            let (loss, lse) = cross_entropy(&x, &labels, d);
+            let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32 };
+            let rope = Rope::new(100, 32, 1e4);
+            let kv = &x[..m * 32];
+            let a = Attention::forward(&x, kv, &g[..m * 32], &s, &rope);
+            let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope);
+            let norm = sum_of_squares(&x);
+            (
+                bits(&out),
+                bits(&dx),
+                bits(&dw),
+                loss.to_bits(),
+                bits(&lse),
+                bits(&a.out),
+                bits(&back.q),
+                bits(&back.k),
+                norm.to_bits(),
+            )
+        })
+    };
+    let one = run(1);
+    for threads in [2, 3, 5] {
+        assert!(run(threads) == one, "{threads} threads");
+    }
+}
