@@ -4,5 +4,12 @@
 //! Not quantization policy or training loops (see `dsq-train`), and not the inference runtime (see `dsq-runtime`):
 //! two forward passes exist on purpose, tied by the parity test.
 
+mod error;
 pub mod fake_quant;
+pub mod layers;
+mod llama;
 mod ops;
+
+pub use dsq_kernels::train::IGNORED;
+pub use error::ModelError;
+pub use llama::{Layer, Llama, SelfAttention, next_token_labels, tensor_name};

@@ -3,3 +3,10 @@
 //! operations that it is tested against. Not layers (see `layers`), and no arithmetic of its own.
 
 pub(crate) mod flex;
+
+pub(crate) mod attention;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod linear;
+pub(crate) mod rms_norm;
+pub(crate) mod swiglu;

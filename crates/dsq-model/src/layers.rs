@@ -1,0 +1,103 @@
+//! Layers of the float models, with the fake quantization that training may switch on. Not models (see `llama`,
+//! `resnet`).
+
+use crate::fake_quant::fake_quant_weight;
+use crate::ops;
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor, TensorData};
+use dsq_quant::QuantArgs;
+
+/// A linear layer without bias, `y = x w^T`.
+#[derive(Module, Debug)]
+pub struct Linear {
+    /// Weight `[n, k]` (outputs, inputs), as checkpoints store it.
+    pub weight: Param<Tensor<2>>,
+    #[module(skip)]
+    quant: Option<QuantArgs>,
+}
+
+impl Linear {
+    /// From a weight `[n, k]`, row major.
+    pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
+        Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device)), quant: None }
+    }
+
+    /// Whether, and how, the forward pass sees the weight on a grid.
+    pub fn quant(&self) -> Option<&QuantArgs> {
+        self.quant.as_ref()
+    }
+
+    /// Switches fake quantization of the weight on or off. The caller has checked the shape
+    /// ([`crate::fake_quant::check_shape`]).
+    pub fn set_quant(&mut self, quant: Option<QuantArgs>) {
+        self.quant = quant;
+    }
+
+    /// The weight that the forward pass multiplies with: on the grid when fake quantization is on.
+    pub fn effective_weight(&self) -> Tensor<2> {
+        match &self.quant {
+            Some(args) => fake_quant_weight(self.weight.val(), args),
+            None => self.weight.val(),
+        }
+    }
+
+    /// `x [.., k]` to `[.., n]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        ops::linear::linear(x, self.effective_weight())
+    }
+}
+
+/// RMSNorm over the last dimension.
+#[derive(Module, Debug)]
+pub struct RmsNorm {
+    /// Weight `[d]`.
+    pub weight: Param<Tensor<1>>,
+    #[module(skip)]
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// From a weight `[d]`.
+    pub fn from_values(weight: Vec<f32>, eps: f32, device: &Device) -> Self {
+        let d = weight.len();
+        Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [d]), device)), eps }
+    }
+
+    /// `x / sqrt(mean(x^2) + eps) * weight`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        ops::rms_norm::rms_norm(x, self.weight.val(), self.eps)
+    }
+}
+
+/// An embedding table `[v, d]`, also the output matrix of a tied model. Never quantized.
+#[derive(Module, Debug)]
+pub struct Embedding {
+    /// Table `[v, d]`.
+    pub weight: Param<Tensor<2>>,
+}
+
+impl Embedding {
+    /// From a table `[v, d]`, row major.
+    pub fn from_values(weight: Vec<f32>, [v, d]: [usize; 2], device: &Device) -> Self {
+        Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [v, d]), device)) }
+    }
+}
+
+/// The feed-forward block `down(silu(gate(x)) * up(x))`.
+#[derive(Module, Debug)]
+pub struct SwiGlu {
+    /// `[ffn, d]`.
+    pub gate_proj: Linear,
+    /// `[ffn, d]`.
+    pub up_proj: Linear,
+    /// `[d, ffn]`.
+    pub down_proj: Linear,
+}
+
+impl SwiGlu {
+    /// `[.., d]` to `[.., d]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        let gate = self.gate_proj.forward(x.clone());
+        self.down_proj.forward(ops::swiglu::silu_mul(gate, self.up_proj.forward(x)))
+    }
+}

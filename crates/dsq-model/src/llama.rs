@@ -1,0 +1,309 @@
+//! The Llama family with gradients, in the names of Hugging Face `transformers`: RMSNorm, grouped-query attention with
+//! rotary positions (half a head apart), SwiGLU, tied or untied output. Not a tokenizer and not text generation.
+
+use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu};
+use crate::ops;
+use crate::{IGNORED, ModelError};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Int, Tensor};
+use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
+use dsq_kernels::train::{AttentionShape, Rope};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{RngCore, SeedableRng},
+};
+use std::sync::Arc;
+
+/// Standard deviation of new weights; matrices that write to the residual stream get it divided by
+/// `sqrt(2 * layers)` (GPT-2's rule).
+const INIT_STD: f32 = 0.02;
+
+/// Self-attention.
+#[derive(Module, Debug)]
+pub struct SelfAttention {
+    /// `[heads * head_dim, d]`.
+    pub q_proj: Linear,
+    /// `[kv_heads * head_dim, d]`.
+    pub k_proj: Linear,
+    /// `[kv_heads * head_dim, d]`.
+    pub v_proj: Linear,
+    /// `[d, heads * head_dim]`.
+    pub o_proj: Linear,
+}
+
+/// One layer.
+#[derive(Module, Debug)]
+pub struct Layer {
+    /// Norm before attention.
+    pub input_layernorm: RmsNorm,
+    /// Attention.
+    pub self_attn: SelfAttention,
+    /// Norm before the feed-forward block.
+    pub post_attention_layernorm: RmsNorm,
+    /// Feed-forward block.
+    pub mlp: SwiGlu,
+}
+
+/// A Llama-like language model.
+#[derive(Module, Debug)]
+pub struct Llama {
+    embed_tokens: Embedding,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    /// `None` when the output matrix is the embedding.
+    lm_head: Option<Linear>,
+    #[module(skip)]
+    config: LlamaConfig,
+}
+
+impl Llama {
+    /// A new model with seeded weights: the same bits for the same seed and config, on any machine.
+    pub fn new(config: &LlamaConfig, seed: u64, device: &Device) -> Self {
+        let residual = INIT_STD / ((2 * config.num_hidden_layers) as f32).sqrt();
+        let mut stream = 0;
+        Self::build(config, device, |name, shape| {
+            stream += 1;
+            let len = shape.iter().product();
+            Ok::<_, std::convert::Infallible>(match shape.len() {
+                1 => vec![1.0; len],
+                _ if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") => {
+                    normal(len, residual, seed, stream)
+                }
+                _ => normal(len, INIT_STD, seed, stream),
+            })
+        })
+        .unwrap_or_else(|e| match e {})
+    }
+
+    /// The float model of a checkpoint (a quantized one gives its dequantized weights).
+    ///
+    /// # Errors
+    /// [`ModelError::Architecture`] for another kind of model, [`ModelError::Checkpoint`] for what cannot be read.
+    pub fn from_checkpoint(checkpoint: &Checkpoint, device: &Device) -> Result<Self, ModelError> {
+        let config = match checkpoint.config() {
+            ModelConfig::Llama(config) => config,
+            other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }),
+        };
+        Self::build(config, device, |name, shape| {
+            let module = name.strip_suffix(".weight").unwrap_or(name);
+            if shape.len() == 1 || module == "model.embed_tokens" {
+                return Ok(checkpoint.read_f32(name)?);
+            }
+            Ok(match checkpoint.linear(module)? {
+                LinearWeight::Float { data, .. } => data,
+                LinearWeight::Quantized(matrix) => matrix.dequantize(),
+            })
+        })
+    }
+
+    /// A model of tensors by their Hugging Face names, for instance those of [`Llama::named_tensors`].
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] for one that is missing or has another length.
+    pub fn from_tensors<'a>(
+        config: &LlamaConfig,
+        device: &Device,
+        find: impl Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<Self, ModelError> {
+        Self::build(config, device, |name, shape| {
+            let tensor = |problem: String| ModelError::Tensor { name: name.into(), problem };
+            let data = find(name).ok_or_else(|| tensor(format!("missing; expected shape {shape:?}, got none")))?;
+            let len = shape.iter().product::<usize>();
+            if data.len() != len {
+                return Err(tensor(format!("expected {len} values ({shape:?}), got {}", data.len())));
+            }
+            Ok(data.to_vec())
+        })
+    }
+
+    /// Asks `values` for every tensor, in the order of [`Llama::named_tensors`].
+    fn build<E>(
+        config: &LlamaConfig,
+        device: &Device,
+        mut values: impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
+        let c = config;
+        let (d, ffn, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
+        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+        let embed = values("model.embed_tokens.weight", &[c.vocab_size, d])?;
+        let mut layers = Vec::with_capacity(c.num_hidden_layers);
+        for i in 0..c.num_hidden_layers {
+            let mut linear = |part: &str, n: usize, k: usize| {
+                let name = format!("model.layers.{i}.{part}.weight");
+                values(&name, &[n, k]).map(|v| Linear::from_values(v, [n, k], device))
+            };
+            let self_attn = SelfAttention {
+                q_proj: linear("self_attn.q_proj", q, d)?,
+                k_proj: linear("self_attn.k_proj", kv, d)?,
+                v_proj: linear("self_attn.v_proj", kv, d)?,
+                o_proj: linear("self_attn.o_proj", d, q)?,
+            };
+            let mlp = SwiGlu {
+                gate_proj: linear("mlp.gate_proj", ffn, d)?,
+                up_proj: linear("mlp.up_proj", ffn, d)?,
+                down_proj: linear("mlp.down_proj", d, ffn)?,
+            };
+            let mut norm = |part: &str| {
+                let name = format!("model.layers.{i}.{part}.weight");
+                values(&name, &[d]).map(|v| RmsNorm::from_values(v, eps, device))
+            };
+            let input_layernorm = norm("input_layernorm")?;
+            let post_attention_layernorm = norm("post_attention_layernorm")?;
+            layers.push(Layer { input_layernorm, self_attn, post_attention_layernorm, mlp });
+        }
+        let norm = RmsNorm::from_values(values("model.norm.weight", &[d])?, eps, device);
+        let lm_head = match c.tie_word_embeddings {
+            true => None,
+            false => {
+                let shape = [c.vocab_size, d];
+                Some(Linear::from_values(values("lm_head.weight", &shape)?, shape, device))
+            }
+        };
+        let embed_tokens = Embedding::from_values(embed, [c.vocab_size, d], device);
+        Ok(Self { embed_tokens, layers, norm, lm_head, config: config.clone() })
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// Logits `[b, t, vocab]` of tokens `[b, t]`.
+    ///
+    /// # Panics
+    /// When a token lies outside the vocabulary.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let [b, _] = tokens.dims();
+        let ids = tokens.into_data().convert::<i32>().try_to_vec::<i32>().expect("converted to i32");
+        self.logits(Arc::new(ids), b)
+    }
+
+    /// Logits `[b, t, vocab]` of `b` sequences of one length.
+    ///
+    /// # Panics
+    /// As [`Llama::forward`].
+    pub fn logits(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
+        let x = self.norm.forward(self.hidden(ids, b));
+        match &self.lm_head {
+            Some(head) => head.forward(x),
+            None => ops::linear::linear(x, self.embed_tokens.weight.val()),
+        }
+    }
+
+    /// The residual stream after the last layer, `[b, t, d]`.
+    fn hidden(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
+        let c = &self.config;
+        let t = ids.len() / b.max(1);
+        let shape =
+            AttentionShape { b, t, heads: c.num_attention_heads, kv_heads: c.num_key_value_heads, d: c.head_dim };
+        let rope = Arc::new(Rope::new(t, c.head_dim, c.rope_theta));
+        let mut x = ops::embedding::embedding(self.embed_tokens.weight.val(), ids, b);
+        for layer in &self.layers {
+            let h = layer.input_layernorm.forward(x.clone());
+            let a = &layer.self_attn;
+            let (q, k, v) = (a.q_proj.forward(h.clone()), a.k_proj.forward(h.clone()), a.v_proj.forward(h));
+            x = x + a.o_proj.forward(ops::attention::attention(q, k, v, shape, rope.clone()));
+            x = x.clone() + layer.mlp.forward(layer.post_attention_layernorm.forward(x));
+        }
+        x
+    }
+
+    /// The causal language-model loss `[1]` of a micro-batch of `b` sequences: the sum of the cross-entropies of
+    /// `labels` (one for each token, already shifted; [`IGNORED`] takes no part) divided by `label_tokens`.
+    ///
+    /// `label_tokens` counts the labels of the **whole** batch: the losses and gradients of its micro-batches then add
+    /// up to those of the mean over all label tokens. A batch without labels has loss 0 (pass any count).
+    ///
+    /// # Panics
+    /// When the lengths differ, or a token or label lies outside the vocabulary.
+    pub fn loss(&self, ids: Arc<Vec<i32>>, labels: Arc<Vec<i32>>, b: usize, label_tokens: usize) -> Tensor<1> {
+        ops::cross_entropy::cross_entropy(self.logits(ids, b), labels, label_tokens.max(1) as f32)
+    }
+
+    /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order.
+    pub fn named_tensors(&self) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+        struct Collect(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>);
+        impl ModuleVisitor for Collect {
+            fn enter_module(&mut self, name: &str, _container_type: &str) {
+                self.0.push(name.to_owned());
+            }
+            fn exit_module(&mut self, _name: &str, _container_type: &str) {
+                self.0.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let tensor = param.val();
+                let shape = tensor.dims().to_vec();
+                self.1.push((tensor_name(&self.0.join(".")), shape, host(tensor)));
+            }
+        }
+        let mut collect = Collect(Vec::new(), Vec::new());
+        self.visit(&mut collect);
+        collect.1
+    }
+
+    /// The linear layers by module name (`model.layers.0.self_attn.q_proj`), `lm_head` last when it is not tied.
+    pub fn linears(&self) -> Vec<(String, &Linear)> {
+        let mut out = Vec::new();
+        for (i, layer) in self.layers.iter().enumerate() {
+            let (a, m) = (&layer.self_attn, &layer.mlp);
+            let parts = [&a.q_proj, &a.k_proj, &a.v_proj, &a.o_proj, &m.gate_proj, &m.up_proj, &m.down_proj];
+            out.extend(LINEARS.iter().zip(parts).map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+        }
+        out.extend(self.lm_head.iter().map(|l| ("lm_head".to_owned(), l)));
+        out
+    }
+
+    /// [`Llama::linears`], to change their settings.
+    pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let mut out = Vec::new();
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            let (a, m) = (&mut layer.self_attn, &mut layer.mlp);
+            let parts = [
+                &mut a.q_proj,
+                &mut a.k_proj,
+                &mut a.v_proj,
+                &mut a.o_proj,
+                &mut m.gate_proj,
+                &mut m.up_proj,
+                &mut m.down_proj,
+            ];
+            out.extend(LINEARS.iter().zip(parts).map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+        }
+        out.extend(self.lm_head.iter_mut().map(|l| ("lm_head".to_owned(), l)));
+        out
+    }
+}
+
+const LINEARS: [&str; 7] = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+];
+
+/// The Hugging Face name of the tensor at a module path (`layers.0.mlp.up_proj.weight`).
+pub fn tensor_name(path: &str) -> String {
+    if path.starts_with("lm_head.") { path.to_owned() } else { format!("model.{path}") }
+}
+
+/// Labels of next-token prediction for sequences of `t` tokens: each token's label is the next one, the last has none.
+pub fn next_token_labels(ids: &[i32], t: usize) -> Vec<i32> {
+    ids.chunks(t.max(1)).flat_map(|s| s[1..].iter().copied().chain([IGNORED])).collect()
+}
+
+/// The values of a tensor, row major.
+pub(crate) fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {
+    t.into_data().try_into_vec::<f32>().expect("models are f32")
+}
+
+/// `len` values of mean 0 and deviation `std`: sums of twelve uniforms, so only additions and multiplications, and the
+/// same bits everywhere.
+fn normal(len: usize, std: f32, seed: u64, stream: u64) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(stream);
+    let unit = 1.0 / (1u64 << 24) as f32;
+    (0..len).map(|_| ((0..12).map(|_| (rng.next_u32() >> 8) as f32 * unit).sum::<f32>() - 6.0) * std).collect()
+}
