@@ -8,7 +8,9 @@
 //!
 //! Not here: file formats (a disk layout never reaches a kernel), models, training loops.
 
+pub mod attention;
 pub mod conv;
+pub mod elementwise;
 pub mod fake_quant;
 mod isa;
 pub mod linear;
@@ -17,4 +19,4 @@ mod simd;
 pub mod train;
 
 pub use isa::Isa;
-pub use linear::{FloatLinear, Int4Linear, Int8Linear};
+pub use linear::{FloatLinear, Int4Linear, Int8Linear, Linear, matmul_many};

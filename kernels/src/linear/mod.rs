@@ -62,7 +62,7 @@ macro_rules! layer {
             /// # Panics
             /// When `x` or `out` has another length than its shape says (the caller's bug).
             pub fn matmul(&self, x: &[f32], m: usize, out: &mut [f32]) {
-                matmul(&self.panels, self.isa, x, m, out);
+                matmul(&[(&self.panels, self.isa)], x, m, &mut [out]);
             }
 
             /// Writes the values of one row of the weight (an embedding look-up).
@@ -133,6 +133,66 @@ impl FloatLinear {
     }
 }
 
+/// Any packed layer, for a call over several.
+#[derive(Debug, Clone)]
+pub enum Linear {
+    /// INT4 codes.
+    Int4(Int4Linear),
+    /// INT8 codes.
+    Int8(Int8Linear),
+    /// Float values.
+    Float(FloatLinear),
+}
+
+impl Linear {
+    fn parts(&self) -> (&Panels, Isa) {
+        match self {
+            Linear::Int4(l) => (&l.panels, l.isa),
+            Linear::Int8(l) => (&l.panels, l.isa),
+            Linear::Float(l) => (&l.panels, l.isa),
+        }
+    }
+
+    /// Outputs.
+    pub fn n(&self) -> usize {
+        self.parts().0.n
+    }
+
+    /// Reduction dimension.
+    pub fn k(&self) -> usize {
+        self.parts().0.k
+    }
+
+    /// Bytes held in memory.
+    pub fn bytes(&self) -> usize {
+        self.parts().0.bytes()
+    }
+
+    /// The path that this layer runs on, and why.
+    pub fn describe(&self) -> String {
+        let (panels, isa) = self.parts();
+        format!("{} {}", describe(panels), isa.describe())
+    }
+
+    /// `out [m, n] = x [m, k] * W^T`; see [`Int4Linear::matmul`].
+    ///
+    /// # Panics
+    /// As [`Int4Linear::matmul`].
+    pub fn matmul(&self, x: &[f32], m: usize, out: &mut [f32]) {
+        matmul(&[self.parts()], x, m, &mut [out]);
+    }
+}
+
+/// Several layers of the same input in one parallel region: `outs[i] [m, n_i] = x [m, k] * W_i^T`. The same bits as one
+/// by one.
+///
+/// # Panics
+/// When the number of outputs, a `k`, or a length does not fit (the caller's bug).
+pub fn matmul_many(layers: &[&Linear], x: &[f32], m: usize, outs: &mut [&mut [f32]]) {
+    let parts: Vec<_> = layers.iter().map(|l| l.parts()).collect();
+    matmul(&parts, x, m, outs);
+}
+
 fn expect_type(q: &QuantizedMatrix, want: QuantType) -> Result<(), QuantError> {
     if q.args.qtype == want {
         return Ok(());
@@ -150,28 +210,52 @@ fn describe(p: &Panels) -> String {
     }
 }
 
-fn matmul(p: &Panels, isa: Isa, x: &[f32], m: usize, out: &mut [f32]) {
-    assert_eq!(x.len(), m * p.k, "x: [m, k]");
-    assert_eq!(out.len(), m * p.n, "out: [m, n]");
-    let blocks = p.n.div_ceil(BLOCK);
-    if m == 1 {
-        let to = OutPtr(out.as_mut_ptr());
-        // SAFETY: x has k values, out n, and the ranges of blocks are disjoint.
-        split(blocks, 1, &|r| unsafe { decode(p, isa, r, x.as_ptr(), to.get()) });
-        return;
+fn matmul(layers: &[(&Panels, Isa)], x: &[f32], m: usize, outs: &mut [&mut [f32]]) {
+    assert_eq!(layers.len(), outs.len(), "one output for each layer");
+    let Some(&(first, isa)) = layers.first() else { return };
+    let k = first.k;
+    assert_eq!(x.len(), m * k, "x: [m, k]");
+    for ((p, i), out) in layers.iter().zip(outs.iter_mut()) {
+        assert_eq!((p.k, *i), (k, isa), "layers of one input: the same k and path");
+        assert_eq!(out.len(), m * p.n, "out: [m, n]");
+        if k == 0 {
+            out.fill(0.0);
+        }
     }
-    let widest = widest(isa);
     let mut packed = Vec::new();
-    for (x, out) in x.chunks(CHUNK * p.k.max(1)).zip(out.chunks_mut(CHUNK * p.n.max(1))) {
-        let m = out.len() / p.n.max(1);
-        kernel::pack_tokens(x, m, p.k, widest, &mut packed);
-        let to = OutPtr(out.as_mut_ptr());
-        let from = &packed;
-        // SAFETY: `packed` has m * k values, out m * n, and the ranges of blocks write disjoint columns.
-        split(blocks, 2, &|r| unsafe { multiply(p, isa, r, from.as_ptr(), m, to.get()) });
-    }
-    if p.k == 0 {
-        out.fill(0.0);
+    for start in (0..m).step_by(CHUNK) {
+        let tokens = CHUNK.min(m - start);
+        let from = if m == 1 {
+            x.as_ptr() as usize
+        } else {
+            kernel::pack_tokens(&x[start * k..(start + tokens) * k], tokens, k, widest(isa), &mut packed);
+            packed.as_ptr() as usize
+        };
+        let jobs: Vec<(&Panels, OutPtr)> = layers
+            .iter()
+            .zip(outs.iter_mut())
+            .map(|(&(p, _), out)| (p, OutPtr(out[start * p.n..].as_mut_ptr())))
+            .collect();
+        let blocks = jobs.iter().map(|(p, _)| p.n.div_ceil(BLOCK)).sum();
+        split(blocks, if m == 1 { 1 } else { 2 }, &|range| {
+            let mut offset = 0;
+            for &(p, out) in &jobs {
+                let here = p.n.div_ceil(BLOCK);
+                let r =
+                    range.start.clamp(offset, offset + here) - offset..range.end.clamp(offset, offset + here) - offset;
+                offset += here;
+                let (x, out) = (from as *const f32, out.get());
+                // SAFETY: `x` holds tokens * k values (packed when m > 1), `out` tokens * n; the ranges of blocks of one
+                // layer are disjoint.
+                unsafe {
+                    if m == 1 {
+                        decode(p, isa, r, x, out);
+                    } else {
+                        multiply(p, isa, r, x, tokens, out);
+                    }
+                }
+            }
+        });
     }
 }
 

@@ -27,7 +27,7 @@ fn run(q: &QuantizedMatrix, isa: Isa, x: &[f32], m: usize) -> Vec<f32> {
     let mut panels = Panels::pack_codes(q).unwrap();
     panels.poison_padding();
     let mut out = vec![f32::NAN; m * q.n];
-    matmul(&panels, isa, x, m, &mut out);
+    matmul(&[(&panels, isa)], x, m, &mut [&mut out]);
     out
 }
 
@@ -221,6 +221,31 @@ fn rows_read_back_as_dequantized() {
             panels.row(row, &mut out[row * k..(row + 1) * k]);
         }
         assert_eq!(out, q.dequantize());
+    }
+}
+
+#[test]
+fn several_layers_at_once_equal_one_by_one() {
+    let k = 96;
+    let layers: Vec<Linear> = [40usize, 7, 64]
+        .iter()
+        .map(|&n| {
+            let a = args(4, Granularity::PerGroup(32), Mapping::Symmetric, FloatType::F16);
+            let q = QuantizedMatrix::quantize(&numbers(n * k, n as u64), n, k, a).unwrap();
+            Linear::Int4(Int4Linear::new(&q).unwrap())
+        })
+        .chain([Linear::Float(FloatLinear::new(&numbers(20 * k, 1), 20, k, FloatType::F16).unwrap())])
+        .collect();
+    for m in [1, 3, 100] {
+        let x = numbers(m * k, 5);
+        let mut outs: Vec<Vec<f32>> = layers.iter().map(|l| vec![0.0; m * l.n()]).collect();
+        let refs: Vec<&Linear> = layers.iter().collect();
+        matmul_many(&refs, &x, m, &mut outs.iter_mut().map(|o| &mut o[..]).collect::<Vec<_>>());
+        for (l, out) in layers.iter().zip(&outs) {
+            let mut alone = vec![0.0; m * l.n()];
+            l.matmul(&x, m, &mut alone);
+            assert_bits(out, &alone, "alone");
+        }
     }
 }
 

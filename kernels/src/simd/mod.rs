@@ -34,6 +34,14 @@ pub(crate) trait Simd: Copy {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a > b ? a : b` (b when either is NaN).
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `a < b ? a : b` (b when either is NaN).
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// `2^n` for lanes that hold integers in -126..=127.
+    unsafe fn pow2(n: Self::V) -> Self::V;
     /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is nibble `j` of word `i`, minus 8.
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V;
     /// 16 readable bytes: sixteen i8.
@@ -44,6 +52,31 @@ pub(crate) trait Simd: Copy {
     unsafe fn bf16(p: *const u8) -> Self::V;
     /// Asks for the cache line at `p` (any address).
     unsafe fn prefetch(p: *const u8);
+}
+
+/// The sum of the lanes in one fixed order: halves folded onto each other (8, 4, 2, 1).
+#[inline(always)]
+pub(crate) unsafe fn sum<S: Simd>(v: S::V) -> f32 {
+    fold::<S>(v, |a, b| a + b)
+}
+
+/// The largest lane (lanes that are NaN may be skipped).
+#[inline(always)]
+pub(crate) unsafe fn largest<S: Simd>(v: S::V) -> f32 {
+    fold::<S>(v, |a, b| if a > b { a } else { b })
+}
+
+#[inline(always)]
+fn fold<S: Simd>(v: S::V, f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    // SAFETY: sixteen lanes are writable.
+    unsafe { S::store(lanes.as_mut_ptr(), v) };
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            lanes[i] = f(lanes[i], lanes[i + half]);
+        }
+    }
+    lanes[0]
 }
 
 /// Calls `$kernel::<S>($args)` on the path `$isa`, inside a function that enables the path's features.

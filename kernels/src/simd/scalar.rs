@@ -43,6 +43,26 @@ impl Simd for Scalar {
         zip(a, b, |x, y| x - y)
     }
     #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| x * y)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| x / y)
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| if x > y { x } else { y })
+    }
+    #[inline(always)]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |x, y| if x < y { x } else { y })
+    }
+    #[inline(always)]
+    unsafe fn pow2(n: Self::V) -> Self::V {
+        n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
+    }
+    #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
         words.map(|w| ((u32::from_le(w) >> (4 * j)) & 15) as f32 - 8.0)

@@ -48,6 +48,31 @@ impl Simd for Avx2 {
         unsafe { halves!(_mm256_sub_ps, a, b) }
     }
     #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_mul_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_div_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_max_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { halves!(_mm256_min_ps, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn pow2(n: Self::V) -> Self::V {
+        unsafe {
+            n.map(|n| {
+                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))
+            })
+        }
+    }
+    #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
             let half = |p: *const u8| {
@@ -118,6 +143,29 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
         unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn pow2(n: Self::V) -> Self::V {
+        unsafe {
+            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))
+        }
     }
     #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
