@@ -28,7 +28,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
         let shift = S::splat(12_582_912.0);
         let n = S::sub(S::fma(x, S::splat(std::f32::consts::LOG2_E), shift), shift);
         // ln2 in two parts, the first exact in products with |n| < 2^9.
-        let r = S::fma(n, S::splat(-0.693_359_375), x);
+        let r = S::fma(n, S::splat(-355.0 / 512.0), x);
         let r = S::fma(n, S::splat(2.121_944_4e-4), r);
         let mut y = S::splat(1.987_569_1e-4);
         for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {

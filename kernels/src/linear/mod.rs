@@ -174,6 +174,15 @@ impl Linear {
         format!("{} {}", describe(panels), isa.describe())
     }
 
+    /// Writes the values of one row of the weight (an embedding look-up).
+    ///
+    /// # Panics
+    /// When `row >= n` or `out` is shorter than k.
+    pub fn row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.n(), "row {row} of {}", self.n());
+        self.parts().0.row(row, out);
+    }
+
     /// `out [m, n] = x [m, k] * W^T`; see [`Int4Linear::matmul`].
     ///
     /// # Panics
