@@ -44,6 +44,11 @@ fn list(dir: &Path) -> Vec<String> {
 
 /// A copy of a golden model with one F32 value changed.
 fn with_value(dir: &Path, tensor: &str, index: usize, value: f32) -> PathBuf {
+    with_values(dir, tensor, index, &[value])
+}
+
+/// A copy of a golden model with F32 values changed from `index` on.
+fn with_values(dir: &Path, tensor: &str, index: usize, values: &[f32]) -> PathBuf {
     let model = dir.join("changed");
     std::fs::create_dir(&model).unwrap();
     std::fs::copy(golden("llama_tiny/config.json"), model.join("config.json")).unwrap();
@@ -51,7 +56,8 @@ fn with_value(dir: &Path, tensor: &str, index: usize, value: f32) -> PathBuf {
     let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let entries: Value = serde_json::from_slice(&file[8..8 + header]).unwrap();
     let at = 8 + header + entries[tensor]["data_offsets"][0].as_u64().unwrap() as usize + 4 * index;
-    file[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    file[at..at + bytes.len()].copy_from_slice(&bytes);
     std::fs::write(model.join("model.safetensors"), file).unwrap();
     model
 }
@@ -151,6 +157,20 @@ fn f022_c005_weights_that_cannot_be_quantized() {
     let model = with_value(dir.path(), tensor, 77, 6e5);
     let out = dir.path().join("out");
     works(&["quantize", text(&model), "--out", text(&out), "--group-size", "32", "--scale-dtype", "bf16"]);
+}
+
+#[test]
+fn c001_degenerate_groups_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let values: Vec<f32> = (0..96).map(|i| [0.0, 1e-30, -1e-30][i % 3]).collect();
+    let model = with_values(dir.path(), "model.layers.0.mlp.up_proj.weight", 64, &values);
+    let out = dir.path().join("out");
+    let args = ["quantize", text(&model), "--out", text(&out), "--group-size", "32", "--scale-dtype", "f16"];
+    let seen = works(&args);
+    assert!(seen.contains("model.layers.0.mlp.up_proj: 3 groups hold nothing"), "{seen}");
+    let json: Value = serde_json::from_str(&works(&[&args[..], &["--overwrite", "--json"]].concat())).unwrap();
+    assert_eq!(json["degenerate_groups"][0]["groups"], 3);
+    works(&["inspect", text(&out)]);
 }
 
 #[test]

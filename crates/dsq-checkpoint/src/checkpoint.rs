@@ -396,7 +396,8 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(_) => {
                 let path = self.path.join(name);
-                if path.symlink_metadata().is_err() {
+                // The name may come from a file: it stays inside the folder.
+                if Path::new(name).file_name().is_none_or(|n| n != name) || path.symlink_metadata().is_err() {
                     return Ok(None);
                 }
                 read_bounded(&path, MAX_AUX_BYTES).map(Some)

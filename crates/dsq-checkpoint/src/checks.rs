@@ -1,10 +1,15 @@
 //! Checks of a whole model: the tensors that the config calls for exist with the right types and shapes (made at
 //! open), and a lint over the values (made by `dsq inspect`).
 
+use crate::checkpoint::hex_sha256;
+use crate::config::fields::show;
+use crate::json::read_json;
 use crate::packed::{stored_scale_shape, stored_zero_shape};
-use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, Severity, printable};
+use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
 use dsq_quant::{Mapping, packed_words};
+use serde_json::Value;
 use std::collections::HashSet;
+use std::path::Path;
 
 /// How many problems an error lists.
 const LISTED: usize = 10;
@@ -182,9 +187,44 @@ fn nearest(ckpt: &Checkpoint, wanted: &str) -> Option<String> {
     scored.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(score, _)| *score > 0.9).map(|(_, n)| n)
 }
 
+/// Compares a folder with the proof that its export wrote beside it, if there is one: a changed tensor is an error, a
+/// changed file a warning (people edit those). A proof that cannot be read is a warning.
+fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
+    let file = ckpt.path().join(PROOF_FILE);
+    if file.symlink_metadata().is_err() {
+        return Vec::new();
+    }
+    let fault = |severity, file: &Path, field: &str, problem: String| Fault::new(severity, file, field, problem);
+    let proof = match read_json(&file) {
+        Ok(proof) => proof,
+        Err(e) => return vec![fault(Severity::Warning, ckpt.path(), PROOF_FILE, e.to_string())],
+    };
+    let mut faults = Vec::new();
+    let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
+    for (name, expected) in stored {
+        let problem = match ckpt.sha256(name) {
+            Ok(got) if expected == got.as_str() => continue,
+            Ok(got) => format!("not the tensor that was exported; expected SHA-256 {}, got \"{got}\"", show(expected)),
+            Err(e) => e.to_string(),
+        };
+        faults.push(fault(Severity::Error, ckpt.path(), name, problem));
+    }
+    for (name, expected) in proof.get("files").and_then(Value::as_object).into_iter().flatten() {
+        let problem = match ckpt.aux_file(name) {
+            Ok(Some(bytes)) if *expected == hex_sha256(&bytes) => continue,
+            Ok(Some(_)) => "changed since the export".into(),
+            Ok(None) => "was exported and is missing".into(),
+            Err(e) => e.to_string(),
+        };
+        faults.push(fault(Severity::Warning, &ckpt.path().join(name), "", problem));
+    }
+    faults
+}
+
 /// Reads every tensor and lists what is wrong with the values.
 pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
-    let mut faults = Vec::new();
+    let mut faults = check_proof(ckpt);
     for name in ckpt.names() {
         if let Some(module) = name.strip_suffix(".weight_packed") {
             if let Err(e) = ckpt.linear(module).and_then(|_| ckpt.activation(module)) {

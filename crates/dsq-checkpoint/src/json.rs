@@ -3,10 +3,15 @@
 use crate::CheckpointError;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
+use std::cell::Cell;
 use std::path::Path;
 
 /// Largest config or index file that is read.
 pub(crate) const MAX_JSON_BYTES: u64 = 100 << 20;
+/// A parsed value takes 72 bytes however short its text is; these two bound the memory by about twice the text and 30
+/// MB. An index of shards has some 100 bytes of text for each of its values.
+const BYTES_A_NODE: usize = 64;
+const MIN_NODES: usize = 200_000;
 
 /// Parses one JSON value and refuses what serde_json lets pass: a key that occurs twice. Depth is bounded by
 /// serde_json itself (128).
@@ -22,7 +27,8 @@ pub(crate) fn parse_json(bytes: &[u8], file: &Path) -> Result<Value, CheckpointE
             .with_hint("fetch the real file: git lfs pull, or download it again"));
     }
     let mut de = serde_json::Deserializer::from_slice(bytes);
-    let value = Strict.deserialize(&mut de).and_then(|v| de.end().map(|()| v));
+    let left = Cell::new(MIN_NODES.max(bytes.len() / BYTES_A_NODE));
+    let value = Strict { left: &left }.deserialize(&mut de).and_then(|v| de.end().map(|()| v));
     value.map_err(|e| CheckpointError::invalid(file, "", format!("not valid JSON: {e}")))
 }
 
@@ -124,17 +130,22 @@ pub(crate) fn not_json(bytes: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// Deserializes any JSON value, refusing duplicate keys.
-struct Strict;
+/// Deserializes any JSON value, refusing duplicate keys and more values than are left.
+#[derive(Clone, Copy)]
+struct Strict<'a> {
+    left: &'a Cell<usize>,
+}
 
-impl<'de> DeserializeSeed<'de> for Strict {
+impl<'de> DeserializeSeed<'de> for Strict<'_> {
     type Value = Value;
     fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Value, D::Error> {
+        let left = self.left.get().checked_sub(1).ok_or_else(|| D::Error::custom("too many values"))?;
+        self.left.set(left);
         d.deserialize_any(self)
     }
 }
 
-impl<'de> Visitor<'de> for Strict {
+impl<'de> Visitor<'de> for Strict<'_> {
     type Value = Value;
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("a JSON value")
@@ -162,7 +173,7 @@ impl<'de> Visitor<'de> for Strict {
     }
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
         let mut out = Vec::new();
-        while let Some(v) = seq.next_element_seed(Strict)? {
+        while let Some(v) = seq.next_element_seed(self)? {
             out.push(v);
         }
         Ok(Value::Array(out))
@@ -170,7 +181,7 @@ impl<'de> Visitor<'de> for Strict {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
         let mut out = Map::new();
         while let Some(key) = map.next_key::<String>()? {
-            let value = map.next_value_seed(Strict)?;
+            let value = map.next_value_seed(self)?;
             if out.contains_key(&key) {
                 return Err(A::Error::custom(format!("key {key:?} occurs twice")));
             }
@@ -217,6 +228,8 @@ mod tests {
         assert!(error(b"\xef\xbb\xbf{}").contains("byte order mark"));
         assert!(error(b"{\"a\": \"\xff\"}").contains("not valid JSON"));
         assert!(error(&[b'['; 100_000]).contains("not valid JSON"));
+        // A million empty lists in 3 MB would take 72 MB and more.
+        assert!(error(format!("[{}[]]", "[],".repeat(1_000_000)).as_bytes()).contains("too many values"));
         let value = parse_json(b"{\"a\": [1, -2, 0.5, null, true, \"x\"]}", Path::new("c")).unwrap();
         assert_eq!(value, serde_json::json!({"a": [1, -2, 0.5, null, true, "x"]}));
     }

@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 const MAX_HEADER: u64 = 100_000_000;
 /// Largest rank of a tensor.
 const MAX_RANK: usize = 8;
+/// Most tensors in a file: more than any model has, and few enough that their table stays small.
+const MAX_TENSORS: usize = 1 << 18;
 /// Longest tensor name, in bytes.
 const MAX_NAME: usize = 4096;
 
@@ -290,6 +292,9 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
             if name.is_empty() || name.len() > MAX_NAME || name.contains('\0') {
                 let problem = format!("expected a name of 1 to {MAX_NAME} bytes without NUL, got {} bytes", name.len());
                 return Err(A::Error::custom(problem));
+            }
+            if entries.len() == MAX_TENSORS {
+                return Err(A::Error::custom(format!("expected at most {MAX_TENSORS} tensors, got more")));
             }
             let fields = map.next_value::<EntryFields>()?;
             entries.push(Entry {

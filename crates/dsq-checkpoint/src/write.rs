@@ -35,7 +35,7 @@ pub fn write_safetensors(path: &Path, tensors: &[NamedTensor]) -> Result<(), Che
 fn replace(path: &Path, write: impl FnOnce(&mut File) -> Result<(), CheckpointError>) -> Result<(), CheckpointError> {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let temp = sibling(&real)?;
-    let written = write_new(&temp, existing_mode(&real), write)
+    let written = write_new(&temp, path, existing_mode(&real), write)
         .and_then(|()| std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(path, "replace", e)));
     if written.is_err() {
         let _ = std::fs::remove_file(&temp);
@@ -167,7 +167,7 @@ impl FolderWriter {
         }
         // Errors name the place where the file was to be, not the temporary one.
         let shown = self.out.join(name);
-        write_new(&self.temp.join(name), existing_mode(&shown), |f| write(f, &shown))
+        write_new(&self.temp.join(name), &shown, existing_mode(&shown), |f| write(f, &shown))
     }
 
     /// Gives the folder its name: syncs it, renames it (or exchanges it with the old folder, which is then removed),
@@ -324,9 +324,10 @@ fn remove_leftovers(path: &Path) {
     }
 }
 
-/// Creates a file that does not exist, fills and syncs it.
+/// Creates a file that does not exist, fills and syncs it; errors name the place `shown`, where it will be.
 fn write_new(
     path: &Path,
+    shown: &Path,
     mode: Option<u32>,
     write: impl FnOnce(&mut File) -> Result<(), CheckpointError>,
 ) -> Result<(), CheckpointError> {
@@ -334,10 +335,10 @@ fn write_new(
         .write(true)
         .create_new(true)
         .open(path)
-        .map_err(|e| CheckpointError::io(path, "create", e))?;
+        .map_err(|e| CheckpointError::io(shown, "create", e))?;
     set_mode(path, mode)?;
     write(&mut file)?;
-    file.sync_all().map_err(|e| CheckpointError::io(path, "sync", e))
+    file.sync_all().map_err(|e| CheckpointError::io(shown, "sync", e))
 }
 
 fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {

@@ -137,6 +137,55 @@ fn c027_a_tied_model_has_no_head_and_keeps_its_flag() {
 }
 
 #[test]
+fn c001_c003_degenerate_and_constant_groups_survive_export_and_reload() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = llama(true);
+    // Groups of 32 along k = 64: all 0.25; all -0.25; zero; 0 and 0.25 in turn; tiny; one tiny value.
+    let mut data = values(64 * 64, 5);
+    let groups: [fn(usize) -> f32; 6] = [
+        |_| 0.25,
+        |_| -0.25,
+        |_| 0.0,
+        |i| if i % 2 == 0 { 0.0 } else { 0.25 },
+        |i| if i % 2 == 0 { 1e-30 } else { -1e-30 },
+        |i| if i == 5 { 1e-38 } else { 0.0 },
+    ];
+    for (g, f) in groups.iter().enumerate() {
+        (0..32).for_each(|i| data[g * 32 + i] = f(i));
+    }
+    for dtype in FloatType::ALL {
+        for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+            let args = int4(Granularity::PerGroup(32), mapping, dtype);
+            let q = scheme(args);
+            let module = "model.layers.0.self_attn.q_proj";
+            let mut layers = quantized_layers(&config, FloatType::F32, &q);
+            let matrix = QuantizedMatrix::quantize(&data, 64, 64, args).unwrap();
+            for layer in &mut layers {
+                if let ExportTensor::Linear { module: m, matrix: old, .. } = layer
+                    && m == module
+                {
+                    *old = matrix.clone();
+                }
+            }
+            let out = dir.path().join("m");
+            export_folder(&out, &ModelConfig::Llama(config.clone()), layers, Some(&q), vec![], true).unwrap();
+            let back = Checkpoint::open(&out).unwrap().linear(module).unwrap().into_f32();
+            assert_eq!(back, matrix.dequantize());
+            assert!(back.iter().all(|x| x.is_finite()));
+            // 0 is always on the grid; a constant group is exact up to the rounding of its stored scale when asymmetric.
+            for (i, x) in back[..192].iter().enumerate() {
+                let want = data[i];
+                let bound = match mapping {
+                    Mapping::Asymmetric => want.abs() * dtype.epsilon(),
+                    Mapping::Symmetric => want.abs() / 14.0, // Half of a step of absmax / 7.
+                };
+                assert!((x - want).abs() <= bound.max(1e-30), "{dtype} {mapping:?} {i}: {want} -> {x}");
+            }
+        }
+    }
+}
+
+#[test]
 fn c019_per_channel_with_bias_survives_a_save() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("m");

@@ -568,6 +568,36 @@ fn f049_stored_parameters_that_contradict_the_scheme() {
     }
 }
 
+/// The proof beside an export tells every changed bit, also those that are a valid model.
+#[test]
+fn f099_a_flipped_bit_is_told_by_the_proof() {
+    let model = Model::quantized(&llama(true), Mapping::Symmetric);
+    let path = model.path("model.safetensors");
+    let file = std::fs::read(&path).unwrap();
+    let data = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    for at in (data..file.len()).step_by((file.len() - data) / 50) {
+        let mut changed = file.clone();
+        changed[at] ^= 1;
+        std::fs::write(&path, changed).unwrap();
+        let faults = model.open().unwrap().faults();
+        assert!(
+            faults.iter().any(|f| f.severity == Severity::Error && f.problem.contains("SHA-256")),
+            "byte {at}: {faults:?}"
+        );
+    }
+    std::fs::write(&path, file).unwrap();
+    assert!(model.open().unwrap().faults().is_empty());
+    let changed = model.with_config(|c| c["use_cache"] = json!(true)).unwrap();
+    assert!(changed.faults().is_empty(), "the config is read when the faults are asked for");
+    std::fs::write(model.path("config.json"), std::fs::read_to_string(model.path("config.json")).unwrap() + " ")
+        .unwrap();
+    let faults = model.open().unwrap().faults();
+    assert!(
+        matches!(&faults[..], [f] if f.severity == Severity::Warning && f.problem.contains("changed")),
+        "{faults:?}"
+    );
+}
+
 #[test]
 fn f050_epsilons() {
     let model = Model::float(&llama(true));

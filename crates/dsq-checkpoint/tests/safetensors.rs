@@ -81,6 +81,9 @@ fn f006_deep_and_large_headers() {
     let many: Vec<String> = (0..50_000).map(|i| format!("t{i}")).collect();
     let list: Vec<(&str, usize)> = many.iter().map(|n| (n.as_str(), 0)).collect();
     assert_eq!(open(&f32_file(&list)).unwrap().names().count(), 50_000);
+    let entry = r#"{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#;
+    let million: Vec<String> = (0..1_000_000).map(|i| format!("\"{i}\":{entry}")).collect();
+    refused(&raw_file(&format!("{{{}}}", million.join(",")), b""), &["at most 262144 tensors"]);
 }
 
 #[test]
