@@ -105,10 +105,13 @@ fn main() -> ExitCode {
         }
     };
     let json = cli.global.json;
-    // A panic is a bug of ours: it is reported as one line, with no backtrace, and exit code 70.
+    // A panic is a bug of ours: it is reported as one line, with no backtrace, and exit code 70. The hook only keeps
+    // its words, because the tokenizer's self test catches panics of a library on purpose.
+    static LAST_PANIC: std::sync::Mutex<String> = std::sync::Mutex::new(String::new());
     std::panic::set_hook(Box::new(|info| {
-        eprintln!("error: internal bug: {info}");
-        eprintln!("hint: please report this with the command that caused it");
+        if let Ok(mut last) = LAST_PANIC.lock() {
+            *last = info.to_string();
+        }
     }));
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(cli))) {
         Ok(Ok(code)) => ExitCode::from(code),
@@ -116,6 +119,11 @@ fn main() -> ExitCode {
             e.print(json);
             ExitCode::from(e.code())
         }
-        Err(_) => ExitCode::from(70),
+        Err(_) => {
+            let words = LAST_PANIC.lock().map(|s| s.replace('\n', " ")).unwrap_or_default();
+            eprintln!("error: internal bug: {words}");
+            eprintln!("hint: please report this with the command that caused it");
+            ExitCode::from(70)
+        }
     }
 }

@@ -1,0 +1,361 @@
+//! Text to token ids and back, through the reference implementation of tokenizer.json. Not the chat template (see
+//! `chat.rs`).
+
+use crate::RuntimeError;
+use dsq_checkpoint::{Checkpoint, ModelConfig};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tokenizers::Tokenizer;
+
+/// What to do with the texts of special tokens (`<|im_end|>`) inside an input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Specials {
+    /// They become the special ids.
+    Parse,
+    /// They are text like any other.
+    AsText,
+}
+
+/// A tokenizer that has passed a self test.
+#[derive(Debug, Clone)]
+pub struct TextTokenizer {
+    parse: Tokenizer,
+    as_text: Tokenizer,
+    specials: Vec<(String, u32)>,
+    file: String,
+}
+
+/// Texts of the self test: scripts, digits, white space, an emoji, combining marks, nothing.
+const PROBES: [&str; 6] = ["", " a", "Hello, world 123", "éß漢字 🙂 e\u{301}", "\r\n\t  x", "fn main() { 0xff }"];
+
+impl TextTokenizer {
+    /// The tokenizer of a model.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Tokenizer`] when the model has none, it cannot be used, or it has an id beyond the embedding.
+    pub fn new(model: &Checkpoint) -> Result<Self, RuntimeError> {
+        let file = model.path().join("tokenizer.json").display().to_string();
+        let Some(bytes) = model.tokenizer_json()? else {
+            let problem = "expected tokenizer.json, got no such file (tokenizer.model and vocab.json are not read)";
+            return Err(broken(&file, "file", problem));
+        };
+        let this = Self::from_json(&bytes, &file)?;
+        if let ModelConfig::Llama(config) = model.config()
+            && let Some(id) =
+                this.parse.get_vocab(true).into_values().filter(|&id| id as usize >= config.vocab_size).max()
+        {
+            let problem = format!("expected ids below the embedding's {} rows, got {id}", config.vocab_size);
+            return Err(broken(&file, "vocab", problem));
+        }
+        Ok(this)
+    }
+
+    /// Reads the text of a tokenizer.json; `file` is for messages. Truncation and padding in it are switched off.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Tokenizer`], also where the tokenizer panics or fails on one of a few plain texts.
+    pub fn from_json(bytes: &[u8], file: &str) -> Result<Self, RuntimeError> {
+        let load = || -> Result<Tokenizer, RuntimeError> {
+            let mut t =
+                Tokenizer::from_bytes(bytes).map_err(|e| broken(file, "file", format!("cannot be read: {e}")))?;
+            t.with_truncation(None).map_err(|e| broken(file, "truncation", e.to_string()))?;
+            t.with_padding(None);
+            check_added_tokens(&t, bytes, file)?;
+            for text in PROBES {
+                let ids = t.encode(text, true).map_err(|e| broken(file, "self test", format!("{text:?}: {e}")))?;
+                t.decode(ids.get_ids(), false).map_err(|e| broken(file, "self test", format!("{text:?}: {e}")))?;
+            }
+            Ok(t)
+        };
+        // Some files make the crate panic (shared/faults: F054); the process must live.
+        let parse = catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|panic| {
+            let what = panic.downcast_ref::<String>().cloned();
+            let what = what.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_string())).unwrap_or_default();
+            Err(broken(file, "self test", format!("a part of it cannot work: {what}")))
+        })?;
+        let mut specials: Vec<_> = parse
+            .get_added_tokens_decoder()
+            .into_iter()
+            .filter(|(_, t)| t.special && !t.content.is_empty())
+            .map(|(id, t)| (t.content, id))
+            .collect();
+        // Longest first, so that `<|im_end|>` is not cut by a token `<|im`.
+        specials.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.1.cmp(&b.1)));
+        let mut as_text = parse.clone();
+        as_text.set_encode_special_tokens(true);
+        Ok(Self { parse, as_text, specials, file: file.into() })
+    }
+
+    /// Number of ids (the largest plus one).
+    pub fn vocab_size(&self) -> usize {
+        self.parse.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
+    }
+
+    /// Special tokens, longest text first.
+    pub fn specials(&self) -> &[(String, u32)] {
+        &self.specials
+    }
+
+    /// The id of a special token's text.
+    pub fn special_id(&self, text: &str) -> Option<u32> {
+        self.specials.iter().find(|(t, _)| t == text).map(|(_, id)| *id)
+    }
+
+    /// Ids of `text` alone: nothing is put before or after it.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Input`] for a text that this tokenizer cannot take (a pattern that runs too long, say).
+    pub fn encode(&self, text: &str, specials: Specials) -> Result<Vec<u32>, RuntimeError> {
+        self.run(if specials == Specials::Parse { &self.parse } else { &self.as_text }, text, false)
+    }
+
+    /// Ids of a plain prompt: special texts are text, and what the tokenizer's post-processor adds (a BOS) is added.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::encode`].
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, RuntimeError> {
+        self.run(&self.as_text, text, true)
+    }
+
+    fn run(&self, tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, RuntimeError> {
+        let input = |problem: String| RuntimeError::Input { what: "text", problem };
+        catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(text, add_special_tokens)))
+            .map_err(|_| input(format!("{} cannot tokenize it", self.file)))?
+            .map(|e| e.get_ids().to_vec())
+            .map_err(|e| input(format!("{} cannot tokenize it: {e}", self.file)))
+    }
+
+    /// What the post-processor puts before a text.
+    pub(crate) fn prefix(&self) -> Result<Vec<u32>, RuntimeError> {
+        // The empty text's ids are prefix and suffix together; a probe's own ids tell them apart.
+        let (bare, full) = (self.run(&self.as_text, "x", false)?, self.run(&self.as_text, "x", true)?);
+        let at = full.windows(bare.len().max(1)).position(|w| w == bare).unwrap_or(0);
+        Ok(full[..at].to_vec())
+    }
+
+    /// The text of ids; special tokens are left out. Bytes that are no UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Input`] for ids that cannot be decoded.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, RuntimeError> {
+        let problem = |p: String| RuntimeError::Input { what: "token ids", problem: p };
+        catch_unwind(AssertUnwindSafe(|| self.parse.decode(ids, true)))
+            .map_err(|_| problem(format!("{} cannot decode them", self.file)))?
+            .map_err(|e| problem(format!("{} cannot decode them: {e}", self.file)))
+    }
+}
+
+/// The crate gives an added token whose text is not in the vocabulary another id than the file declares, in silence, and
+/// that id may be another token's.
+fn check_added_tokens(t: &Tokenizer, bytes: &[u8], file: &str) -> Result<(), RuntimeError> {
+    #[derive(serde::Deserialize)]
+    struct Added {
+        id: u32,
+        content: String,
+    }
+    #[derive(serde::Deserialize)]
+    struct File {
+        #[serde(default)]
+        added_tokens: Vec<Added>,
+    }
+    let declared: File = serde_json::from_slice(bytes).map_err(|e| broken(file, "added_tokens", e.to_string()))?;
+    for token in declared.added_tokens {
+        let got = t.token_to_id(&token.content);
+        if got != Some(token.id) {
+            let got = got.map_or("none".into(), |id| id.to_string());
+            return Err(broken(
+                file,
+                "added_tokens",
+                format!("{:?}: expected id {}, got {got}", token.content, token.id),
+            ));
+        }
+        if let Some(other) = t.get_vocab(false).into_iter().find(|(text, id)| *id == token.id && *text != token.content)
+        {
+            let problem = format!("{:?}: id {} is also that of {:?}", token.content, token.id, other.0);
+            return Err(broken(file, "added_tokens", problem));
+        }
+    }
+    Ok(())
+}
+
+fn broken(file: &str, part: &str, problem: impl Into<String>) -> RuntimeError {
+    RuntimeError::Tokenizer { file: file.into(), part: part.into(), problem: problem.into() }
+}
+
+/// Turns a stream of ids into text that never splits a character.
+#[derive(Debug)]
+pub struct StreamDecoder<'t> {
+    tokenizer: &'t TextTokenizer,
+    ids: Vec<u32>,
+    /// Ids before this were handed out, and one text of them is the context of the next.
+    prefix: usize,
+    read: usize,
+}
+
+impl<'t> StreamDecoder<'t> {
+    /// A decoder at the start of a text.
+    pub fn new(tokenizer: &'t TextTokenizer) -> Self {
+        Self { tokenizer, ids: Vec::new(), prefix: 0, read: 0 }
+    }
+
+    /// Takes one id; returns the text that is now certain, possibly empty.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::decode`].
+    pub fn push(&mut self, id: u32) -> Result<String, RuntimeError> {
+        self.ids.push(id);
+        self.advance(false)
+    }
+
+    /// The rest; an incomplete character becomes U+FFFD.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::decode`].
+    pub fn finish(mut self) -> Result<String, RuntimeError> {
+        self.advance(true)
+    }
+
+    fn advance(&mut self, all: bool) -> Result<String, RuntimeError> {
+        let old = self.tokenizer.decode(&self.ids[self.prefix..self.read])?;
+        let new = self.tokenizer.decode(&self.ids[self.prefix..])?;
+        if new.len() <= old.len() || (!all && new.ends_with('\u{fffd}')) {
+            return Ok(String::new());
+        }
+        self.prefix = self.read;
+        self.read = self.ids.len();
+        Ok(new.get(old.len()..).unwrap_or_default().to_string())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    /// A byte-level BPE without merges, with two special tokens.
+    pub(crate) fn byte_level() -> Value {
+        let mut chars: Vec<char> = ('!'..='~').chain('\u{a1}'..='\u{ac}').chain('\u{ae}'..='\u{ff}').collect();
+        let mut next = 256u32;
+        while chars.len() < 256 {
+            chars.push(char::from_u32(next).unwrap());
+            next += 1;
+        }
+        let vocab = chars.iter().enumerate().map(|(i, c)| (c.to_string(), Value::from(i + 2)));
+        let vocab: serde_json::Map<_, _> = [("<s>".to_string(), Value::from(0)), ("</s>".to_string(), Value::from(1))]
+            .into_iter()
+            .chain(vocab)
+            .collect();
+        let added = |id: u32, content: &str| json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+        json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [added(0, "<s>"), added(1, "</s>")],
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+            "post_processor": null,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []}
+        })
+    }
+
+    pub(crate) fn load(value: &Value) -> Result<TextTokenizer, RuntimeError> {
+        TextTokenizer::from_json(value.to_string().as_bytes(), "tokenizer.json")
+    }
+
+    #[test]
+    fn f063_c074_texts_of_all_kinds_survive_the_round_trip() {
+        let t = load(&byte_level()).unwrap();
+        for text in ["", " a", "a  b", "\n", "a\u{a0}b", "abs</s>USER", "e\u{301}\u{200b}👩‍👩‍👧", "\r\n x \t", "漢字"]
+        {
+            let ids = t.encode(text, Specials::AsText).unwrap();
+            assert_eq!(t.decode(&ids).unwrap(), text);
+            assert_eq!(ids.len(), text.len(), "no merges: one id a byte");
+        }
+        assert_eq!(t.encode("</s>", Specials::Parse).unwrap(), [1]);
+        assert_eq!(t.encode("</s>", Specials::AsText).unwrap().len(), 4);
+    }
+
+    #[test]
+    fn f126_the_stream_never_splits_a_character() {
+        let t = load(&byte_level()).unwrap();
+        let text = "a🙂b漢\u{301}!";
+        let mut stream = StreamDecoder::new(&t);
+        let mut out = String::new();
+        for id in t.encode(text, Specials::AsText).unwrap() {
+            let piece = stream.push(id).unwrap();
+            assert!(!piece.contains('\u{fffd}'), "{piece:?}");
+            out.push_str(&piece);
+        }
+        out.push_str(&stream.finish().unwrap());
+        assert_eq!(out, text);
+        // The first three bytes of an emoji and no more.
+        let mut stream = StreamDecoder::new(&t);
+        for id in t.encode("🙂", Specials::AsText).unwrap().into_iter().take(3) {
+            assert_eq!(stream.push(id).unwrap(), "");
+        }
+        assert!(stream.finish().unwrap().contains('\u{fffd}'));
+    }
+
+    #[test]
+    fn f052_f053_f054_c069_broken_files_are_errors_that_name_the_file() {
+        let edit = |f: &dyn Fn(&mut Value)| {
+            let mut v = byte_level();
+            f(&mut v);
+            v
+        };
+        let cases: Vec<(&str, Value)> = vec![
+            ("empty object", json!({})),
+            ("unknown model", edit(&|v| v["model"]["type"] = json!("Magic"))),
+            (
+                "stride not below the length",
+                edit(&|v| {
+                    v["truncation"] =
+                        json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 2});
+                }),
+            ),
+            (
+                "template names an absent token",
+                edit(&|v| {
+                    v["post_processor"] = json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}});
+                }),
+            ),
+            ("merge without its product", edit(&|v| v["model"]["merges"] = json!([["a", "b"]]))),
+            ("fixed length 0", edit(&|v| v["pre_tokenizer"] = json!({"type": "FixedLength", "length": 0}))),
+            (
+                "charsmap that is none",
+                edit(&|v| v["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})),
+            ),
+        ];
+        for (what, value) in cases {
+            // Truncation is switched off, so a bad stride cannot hurt; everything else must be refused.
+            match load(&value) {
+                Err(e) => assert!(e.exit_code() == 3 && e.to_string().starts_with("tokenizer.json: "), "{what}: {e}"),
+                Ok(t) => {
+                    assert!(["stride not below the length", "fixed length 0"].contains(&what), "{what} was accepted");
+                    assert!(t.encode("abc abc abc", Specials::AsText).is_ok(), "{what}");
+                }
+            }
+        }
+        assert_eq!(TextTokenizer::from_json(b"{\"version\": \"1.0\", \"model\": {", "t").unwrap_err().exit_code(), 3);
+    }
+
+    #[test]
+    fn f056_f058_added_tokens_keep_their_ids_or_are_refused() {
+        for (id, content) in [(900, "<pad>"), (5, "<s>"), (5, "<new>")] {
+            let mut v = byte_level();
+            v["added_tokens"].as_array_mut().unwrap().push(json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
+            let e = load(&v).unwrap_err();
+            assert!(e.exit_code() == 3 && e.to_string().contains("added_tokens"), "{e}");
+        }
+    }
+
+    #[test]
+    fn f060_a_pattern_that_backtracks_without_end_is_an_error_and_the_process_lives() {
+        let mut v = byte_level();
+        v["pre_tokenizer"] =
+            json!({"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": false});
+        let t = load(&v).unwrap();
+        let text = format!("{}b", "a".repeat(26));
+        // Either it answers in bounded time, or it refuses the text: both are fine, a hang or a crash is not.
+        if let Err(e) = t.encode(&text, Specials::AsText) {
+            assert_eq!(e.exit_code(), 2);
+        }
+    }
+}
