@@ -126,7 +126,7 @@ fn c087_the_mean_goes_over_all_label_tokens_of_the_micro_batches() {
     let device = Device::flex().autodiff();
     let model = tiny(&device);
     let ids: Vec<i32> = (0..20).map(|i| (i * 29 + 3) % 128).collect();
-    let mut labels = vec![IGNORED; 20];
+    let mut labels = [IGNORED; 20];
     labels[3] = 77;
     labels[10..19].copy_from_slice(&ids[11..20]);
     let run = |range: std::ops::Range<usize>| {

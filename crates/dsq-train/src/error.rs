@@ -74,6 +74,9 @@ pub enum TrainError {
     /// A model file.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A model that cannot be built from its tensors.
+    #[error(transparent)]
+    Model(#[from] dsq_model::ModelError),
 }
 
 impl TrainError {
@@ -92,6 +95,7 @@ impl TrainError {
             Self::Quant { source: QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }, .. } => 6,
             Self::Quant { .. } => 2,
             Self::Checkpoint(e) => e.exit_code(),
+            Self::Model(e) => e.exit_code(),
         }
     }
 
@@ -102,6 +106,7 @@ impl TrainError {
             Self::Interrupted { .. } => Some("go on with --resume".into()),
             Self::Numerics { .. } => Some("lower the learning rate, then --resume from the last checkpoint".into()),
             Self::Checkpoint(e) => e.hint(),
+            Self::Model(e) => e.hint(),
             _ => None,
         }
     }

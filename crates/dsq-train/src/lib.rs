@@ -1,8 +1,15 @@
 //! Training: QAT on the grid that ships, and run folders that survive a kill. Takes plain settings, returns plain
 //! results and reports progress through a callback; it prints nothing and knows no recipe file.
 
+mod adamw;
 mod error;
+mod lm;
+mod progress;
+pub mod qat;
 mod run_dir;
 
+pub use adamw::{AdamW, NamedGradients};
 pub use error::TrainError;
+pub use lm::{LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
+pub use progress::Control;
 pub use run_dir::{RunDir, Snapshot, StateTensor};

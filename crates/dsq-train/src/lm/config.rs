@@ -1,0 +1,101 @@
+//! The settings of language-model training, the checks that need no training, and the learning-rate schedule.
+
+use crate::TrainError;
+use dsq_checkpoint::LlamaConfig;
+use serde::{Deserialize, Serialize};
+
+/// One phase.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LmPhase {
+    /// Optimizer steps.
+    pub steps: usize,
+    /// Sequences in a step.
+    pub batch_size: usize,
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Steps of linear warm-up; then cosine to a tenth of the peak.
+    pub warmup_steps: usize,
+    /// AdamW weight decay of matrices (norms have none).
+    pub weight_decay: f64,
+    /// Largest global gradient norm.
+    pub grad_clip: f64,
+}
+
+/// All phases: float training, then QAT from its result, then (if asked for) float training from the same point with
+/// the tokens and the learning rates of the QAT phase, for an honest comparison.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LmTrainConfig {
+    /// Float training from seeded weights.
+    pub float: LmPhase,
+    /// Quantization-aware training from the float result.
+    pub qat: LmPhase,
+    /// Whether to train the float model of equal tokens.
+    pub float_equal_tokens: bool,
+    /// Steps between checkpoints (one is also written at the end of each phase).
+    pub save_every: usize,
+    /// The seed of weights and data order.
+    pub seed: u64,
+}
+
+impl LmPhase {
+    /// The learning rate of step `step` (from 1).
+    pub fn rate(&self, step: usize) -> f64 {
+        if step <= self.warmup_steps {
+            return self.learning_rate * step as f64 / self.warmup_steps as f64;
+        }
+        let rest = (self.steps - self.warmup_steps) as f64;
+        let done = (step - self.warmup_steps) as f64 / rest;
+        self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
+    }
+
+    /// Tokens of one step.
+    pub fn tokens(&self) -> usize {
+        self.batch_size * self.seq_len
+    }
+
+    fn check(&self, phase: &str, model: &LlamaConfig, tokens: usize) -> Result<(), TrainError> {
+        let refuse = |field: &str, expected: String, got: String| {
+            Err(TrainError::Setting { field: format!("{phase}.{field}"), expected, got })
+        };
+        let count = |field: &str, value: usize, lo: usize, hi: usize| match (lo..=hi).contains(&value) {
+            true => Ok(()),
+            false => refuse(field, format!("{lo} to {hi}"), value.to_string()),
+        };
+        count("steps", self.steps, 1, usize::MAX)?;
+        count("batch_size", self.batch_size, 1, usize::MAX)?;
+        count("seq_len", self.seq_len, 2, model.max_position_embeddings)?;
+        count("warmup_steps", self.warmup_steps, 0, self.steps)?;
+        let number = |field: &str, value: f64, lo: f64| match value.is_finite() && value >= lo {
+            true => Ok(()),
+            false => refuse(field, format!("a finite number of at least {lo:e}"), value.to_string()),
+        };
+        number("learning_rate", self.learning_rate, f64::MIN_POSITIVE)?;
+        number("weight_decay", self.weight_decay, 0.0)?;
+        number("grad_clip", self.grad_clip, f64::MIN_POSITIVE)?;
+        if tokens <= self.seq_len {
+            let expected = format!("a text of more than {} tokens", self.seq_len);
+            return refuse("seq_len", expected, tokens.to_string());
+        }
+        Ok(())
+    }
+}
+
+impl LmTrainConfig {
+    /// Checks every setting against the model and the number of training tokens.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] naming the field.
+    pub fn check(&self, model: &LlamaConfig, tokens: usize) -> Result<(), TrainError> {
+        self.float.check("train", model, tokens)?;
+        self.qat.check("qat", model, tokens)?;
+        if self.save_every == 0 {
+            let (expected, got) = ("at least 1".into(), "0".into());
+            return Err(TrainError::Setting { field: "train.save_every".into(), expected, got });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,352 @@
+//! Training of a Llama: a float phase, a QAT phase from its result, and a float phase of equal tokens; resumed from a
+//! run folder with the same bits. Not evaluation, not export, not a recipe file.
+
+mod config;
+mod data;
+
+pub use config::{LmPhase, LmTrainConfig};
+
+use crate::adamw::{AdamW, NamedGradients};
+use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
+use burn::tensor::Device;
+use data::Windows;
+use dsq_checkpoint::LlamaConfig;
+use dsq_model::Llama;
+use dsq_quant::{QuantConfig, QuantizedMatrix};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::sync::Arc;
+
+/// AdamW's constants: the betas that language models use (GPT-3, Llama), PyTorch's eps.
+const BETAS: (f64, f64) = (0.9, 0.95);
+const EPS: f64 = 1e-8;
+
+/// A phase of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Float training.
+    Float,
+    /// Quantization-aware training.
+    Qat,
+    /// Float training with the tokens of the QAT phase.
+    FloatEqualTokens,
+    /// Nothing left to do.
+    Done,
+}
+
+impl Phase {
+    /// Its name in logs and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Float => "float",
+            Phase::Qat => "qat",
+            Phase::FloatEqualTokens => "float_equal_tokens",
+            Phase::Done => "done",
+        }
+    }
+}
+
+/// A finished step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Progress {
+    /// Phase of the step.
+    pub phase: Phase,
+    /// Number of the step in its phase, from 1.
+    pub step: usize,
+    /// Steps of the phase.
+    pub steps: usize,
+    /// Number of the step in the run, from 1.
+    pub global_step: usize,
+    /// Steps of the run.
+    pub total_steps: usize,
+    /// Mean cross-entropy over the step's tokens, before its update.
+    pub loss: f32,
+    /// Learning rate.
+    pub learning_rate: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Tokens of the step.
+    pub tokens: usize,
+}
+
+/// The trained models.
+#[derive(Debug, Clone)]
+pub struct LmOutcome {
+    /// After the float phase.
+    pub float: Llama,
+    /// After the QAT phase, fake quantization switched on. [`qat::release`] gives its master weights as a float model.
+    pub qat: Llama,
+    /// After float training with the tokens of the QAT phase.
+    pub float_equal_tokens: Option<Llama>,
+    /// What ships: the quantized layers of `qat`, by module name.
+    pub quantized: Vec<(String, QuantizedMatrix)>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct State {
+    phase: Phase,
+    /// Finished steps of the phase: data position, schedule position and optimizer updates.
+    phase_step: usize,
+}
+
+/// Trains, or goes on from the newest checkpoint of `run`. Each step is logged (`step`, `phase`, `loss`,
+/// `learning_rate`, `grad_norm`) and reported to `on_step`.
+///
+/// # Errors
+/// [`TrainError::Setting`] before any work; [`TrainError::Numerics`] or [`TrainError::Quant`] when the loss or the
+/// gradient is not finite (the update is not made and the last checkpoint stays); [`TrainError::Interrupted`] after
+/// [`Control::Stop`]; [`TrainError::Io`] and [`TrainError::Artifact`] from the run folder.
+pub fn train_lm(
+    model: &LlamaConfig,
+    tokens: &[u32],
+    config: &LmTrainConfig,
+    quant: &QuantConfig,
+    run: &mut RunDir,
+    on_step: &mut dyn FnMut(&Progress) -> Control,
+) -> Result<LmOutcome, TrainError> {
+    config.check(model, tokens.len())?;
+    if let Some((at, t)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= model.vocab_size) {
+        let expected = format!("tokens below vocab_size = {}", model.vocab_size);
+        return Err(TrainError::Setting { field: "data.train".into(), expected, got: format!("{t} at token {at}") });
+    }
+    let mut lm = Trainer::start(model, config, quant, run)?;
+    while lm.phase != Phase::Done {
+        lm.run_phase(tokens, run, on_step)?;
+    }
+    let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t)).transpose();
+    let missing =
+        || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
+    let float = released(&lm.float)?.ok_or_else(missing)?;
+    let prepared = qat::prepare(released(&lm.qat)?.ok_or_else(missing)?, quant)?;
+    let quantized = qat::convert(&prepared)?;
+    let float_equal_tokens = match config.float_equal_tokens {
+        true => Some(released(&lm.equal)?.ok_or_else(missing)?),
+        false => None,
+    };
+    Ok(LmOutcome { float, qat: prepared, float_equal_tokens, quantized })
+}
+
+/// A run in progress.
+struct Trainer<'a> {
+    config: &'a LmTrainConfig,
+    quant: &'a QuantConfig,
+    phase: Phase,
+    phase_step: usize,
+    model: Llama,
+    optimizer: AdamW,
+    /// Weights at the end of the phases that are over.
+    float: Option<Vec<StateTensor>>,
+    qat: Option<Vec<StateTensor>>,
+    equal: Option<Vec<StateTensor>>,
+}
+
+impl<'a> Trainer<'a> {
+    fn start(
+        model: &LlamaConfig,
+        config: &'a LmTrainConfig,
+        quant: &'a QuantConfig,
+        run: &mut RunDir,
+    ) -> Result<Self, TrainError> {
+        let new = || {
+            let model = Llama::new(model, config.seed, &device());
+            let optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
+            (model, optimizer)
+        };
+        let Some(snapshot) = run.latest()? else {
+            let (model, optimizer) = new();
+            qat::check(&model, quant)?;
+            run.truncate_log(0)?;
+            let (float, qat, equal) = (None, None, None);
+            return Ok(Self { config, quant, phase: Phase::Float, phase_step: 0, model, optimizer, float, qat, equal });
+        };
+        run.truncate_log(snapshot.step)?;
+        let state: State = serde_json::from_value(snapshot.state).map_err(|e| TrainError::Artifact {
+            path: run.path().into(),
+            problem: format!("state of step {}: {e}", snapshot.step),
+        })?;
+        let under = |prefix: &str| -> Vec<StateTensor> {
+            let tensors = snapshot.tensors.iter().filter_map(|t| {
+                let name = t.name.strip_prefix(prefix)?.to_owned();
+                Some(StateTensor { name, shape: t.shape.clone(), data: t.data.clone() })
+            });
+            tensors.collect()
+        };
+        let kept = |prefix: &str| Some(under(prefix)).filter(|t| !t.is_empty());
+        let mut optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
+        optimizer.restore("adam.", &snapshot.tensors, state.phase_step as u64);
+        let mut this = Self {
+            config,
+            quant,
+            phase: state.phase,
+            phase_step: state.phase_step,
+            model: rebuild(model, &under("current."))?,
+            optimizer,
+            float: kept("float."),
+            qat: kept("qat."),
+            equal: kept("float_equal_tokens."),
+        };
+        if this.phase == Phase::Qat {
+            this.model = qat::prepare(this.model, quant)?;
+        }
+        Ok(this)
+    }
+
+    fn settings(&self) -> &'a LmPhase {
+        if self.phase == Phase::Float { &self.config.float } else { &self.config.qat }
+    }
+
+    /// Steps of the run before this phase, and of the whole run.
+    fn steps(&self) -> (usize, usize) {
+        let (float, qat) = (self.config.float.steps, self.config.qat.steps);
+        let total = float + qat + if self.config.float_equal_tokens { qat } else { 0 };
+        let before = match self.phase {
+            Phase::Float => 0,
+            Phase::Qat => float,
+            Phase::FloatEqualTokens => float + qat,
+            Phase::Done => total,
+        };
+        (before, total)
+    }
+
+    /// Runs the rest of the phase and enters the next one.
+    fn run_phase(
+        &mut self,
+        tokens: &[u32],
+        run: &mut RunDir,
+        on_step: &mut dyn FnMut(&Progress) -> Control,
+    ) -> Result<(), TrainError> {
+        let phase = self.settings();
+        // The QAT phase and the float phase of equal tokens see the same samples in the same order.
+        let stream = u64::from(self.phase != Phase::Float);
+        let mut windows = Windows::new(tokens, phase.seq_len, self.config.seed, stream);
+        let (before, total) = self.steps();
+        while self.phase_step < phase.steps {
+            let global_step = before + self.phase_step + 1;
+            let first = (self.phase_step * phase.batch_size) as u64;
+            let (ids, labels) = windows.batch(first, phase.batch_size);
+            let (loss, grad_norm) = self.step(ids, labels, phase, global_step)?;
+            let learning_rate = phase.rate(self.phase_step);
+            let name = self.phase.name();
+            run.log(&json!({
+                "step": global_step, "phase": name, "loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm,
+            }))?;
+            let progress = Progress {
+                phase: self.phase,
+                step: self.phase_step,
+                steps: phase.steps,
+                global_step,
+                total_steps: total,
+                loss,
+                learning_rate,
+                grad_norm,
+                tokens: phase.tokens(),
+            };
+            let control = on_step(&progress);
+            let over = self.phase_step == phase.steps;
+            if over {
+                self.enter_next()?;
+            }
+            if over || control == Control::Stop || global_step.is_multiple_of(self.config.save_every) {
+                run.save(&self.snapshot(global_step))?;
+            }
+            if control == Control::Stop && self.phase != Phase::Done {
+                return Err(TrainError::Interrupted { step: global_step as u64, path: run.path().into() });
+            }
+            if over {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// One step; gives the loss before the update and the norm of the gradient.
+    fn step(
+        &mut self,
+        ids: Vec<i32>,
+        labels: Vec<i32>,
+        phase: &LmPhase,
+        global_step: usize,
+    ) -> Result<(f32, f64), TrainError> {
+        let count = labels.len();
+        let loss = self.model.loss(Arc::new(ids), Arc::new(labels), phase.batch_size, count);
+        let value = loss.clone().into_data().try_to_vec::<f32>().map_or(f32::NAN, |v| v[0]);
+        if !value.is_finite() {
+            return Err(self.numerics("loss", global_step, f64::from(value)));
+        }
+        let grads = NamedGradients::take(&self.model, loss.backward());
+        let norm = grads.norm();
+        if !norm.is_finite() {
+            return Err(self.numerics("gradient norm", global_step, norm));
+        }
+        self.phase_step += 1;
+        let rate = phase.rate(self.phase_step);
+        let decay = |_: &str, rank: usize| if rank > 1 { phase.weight_decay } else { 0.0 };
+        let model = self.model.clone();
+        self.model = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, decay);
+        Ok((value, norm))
+    }
+
+    /// The error of a number that is not finite: a weight that cannot be quantized is named.
+    fn numerics(&self, what: &str, step: usize, value: f64) -> TrainError {
+        match qat::convert(&self.model) {
+            Err(e) => e,
+            Ok(_) => TrainError::Numerics { what: what.into(), step: step as u64, value },
+        }
+    }
+
+    fn enter_next(&mut self) -> Result<(), TrainError> {
+        let done = weights(&self.model, "");
+        let config = self.model.config().clone();
+        let phase = match self.phase {
+            Phase::Float => {
+                self.float = Some(done);
+                Phase::Qat
+            }
+            Phase::Qat => {
+                self.qat = Some(done);
+                if self.config.float_equal_tokens { Phase::FloatEqualTokens } else { Phase::Done }
+            }
+            Phase::FloatEqualTokens | Phase::Done => {
+                self.equal = Some(done);
+                Phase::Done
+            }
+        };
+        (self.phase, self.phase_step) = (phase, 0);
+        self.optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
+        // Both later phases start from the float result.
+        if let Some(float) = &self.float {
+            self.model = rebuild(&config, float)?;
+        }
+        if phase == Phase::Qat {
+            self.model = qat::prepare(self.model.clone(), self.quant)?;
+        }
+        Ok(())
+    }
+
+    fn snapshot(&self, step: usize) -> Snapshot {
+        let mut tensors = weights(&self.model, "current.");
+        tensors.extend(self.optimizer.state("adam."));
+        for (prefix, kept) in [("float.", &self.float), ("qat.", &self.qat), ("float_equal_tokens.", &self.equal)] {
+            tensors.extend(
+                kept.iter().flatten().map(|t| StateTensor { name: format!("{prefix}{}", t.name), ..t.clone() }),
+            );
+        }
+        let state = State { phase: self.phase, phase_step: self.phase_step };
+        Snapshot { step: step as u64, tensors, state: json!(state) }
+    }
+}
+
+fn device() -> Device {
+    Device::flex().autodiff()
+}
+
+fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
+    let tensors = model.named_tensors().into_iter();
+    tensors.map(|(name, shape, data)| StateTensor { name: format!("{prefix}{name}"), shape, data }).collect()
+}
+
+fn rebuild(config: &LlamaConfig, tensors: &[StateTensor]) -> Result<Llama, TrainError> {
+    let find = |name: &str| tensors.iter().find(|t| t.name == name).map(|t| t.data.as_slice());
+    Ok(Llama::from_tensors(config, &device(), find)?)
+}

@@ -1,0 +1,88 @@
+//! Quantization-aware training of a Llama: which layers see their weights on the grid (`prepare`), and the matrices
+//! that ship (`convert`). Exact: what `convert` returns dequantizes to the weights of the prepared forward pass, bit
+//! for bit. Not the training loop (see `lm`).
+
+use crate::TrainError;
+use dsq_model::Llama;
+use dsq_quant::{QuantConfig, QuantizedMatrix};
+
+/// Switches fake quantization on in every linear layer that `config` names, and off in the others.
+///
+/// # Errors
+/// [`TrainError::Setting`] for activation quantization (not offered for language models), an ignore pattern that
+/// matches no layer, a scheme that leaves no layer to quantize, or a group size that does not divide a layer's inputs
+/// (all such layers are listed).
+pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
+    check(&model, config)?;
+    for (name, layer) in model.linears_mut() {
+        layer.set_quant(config.scheme_for(&name).map(|s| s.weights));
+    }
+    Ok(model)
+}
+
+/// Switches fake quantization off: the float model of the same weights.
+pub fn release(mut model: Llama) -> Llama {
+    for (_, layer) in model.linears_mut() {
+        layer.set_quant(None);
+    }
+    model
+}
+
+/// The matrices that ship, by module name: the weights of the prepared layers, quantized by the formula that the
+/// forward pass used.
+///
+/// # Errors
+/// [`TrainError::Quant`] naming the layer, for weights that are not finite or a scale that overflows its dtype.
+pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainError> {
+    let mut out = Vec::new();
+    for (name, layer) in model.linears() {
+        if let Some(args) = layer.quant() {
+            let weight = layer.weight.val();
+            let [n, k] = weight.dims();
+            let values = weight.into_data().try_into_vec::<f32>().expect("models are f32");
+            let matrix = QuantizedMatrix::quantize(&values, n, k, *args)
+                .map_err(|source| TrainError::Quant { module: name.clone(), source })?;
+            out.push((name, matrix));
+        }
+    }
+    Ok(out)
+}
+
+/// Whether `config` fits the model.
+///
+/// # Errors
+/// As [`prepare`].
+pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
+    let setting =
+        |field: &str, expected: String, got: String| TrainError::Setting { field: field.into(), expected, got };
+    if config.scheme.activations.is_some() {
+        let expected = "float activations (W4A16) for a language model".into();
+        return Err(setting("quant.scheme", expected, "activation quantization".into()));
+    }
+    let names: Vec<String> = model.linears().into_iter().map(|l| l.0).collect();
+    // A tied model has no lm_head of its own; ignoring it by name is still right.
+    let known: Vec<String> = names.iter().cloned().chain(["lm_head".to_owned()]).collect();
+    let unmatched = config.unmatched(&known);
+    if !unmatched.is_empty() {
+        let expected = format!("patterns that match a layer ({}, ...)", names[..names.len().min(7)].join(", "));
+        return Err(setting("quant.ignore", expected, unmatched.join(", ")));
+    }
+    let mut bad = Vec::new();
+    let mut any = false;
+    for (name, layer) in model.linears() {
+        if let Some(scheme) = config.scheme_for(&name) {
+            any = true;
+            if let Err(e) = scheme.weights.group_len(layer.weight.dims()[1]) {
+                bad.push(format!("{name} ({e})"));
+            }
+        }
+    }
+    if !bad.is_empty() {
+        let expected = "a divisor of every quantized layer's inputs".into();
+        return Err(setting("quant.group_size", expected, bad.join("; ")));
+    }
+    if !any {
+        return Err(setting("quant.ignore", "at least one layer left to quantize".into(), "none".into()));
+    }
+    Ok(())
+}
