@@ -29,10 +29,16 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
         check_linear(ckpt, &spec, &mut problems, &mut used);
     }
     let mut faults = Vec::new();
+    let mut unused = Vec::new();
     for name in ckpt.names() {
-        if !used.contains(&name) {
-            check_unused(ckpt, &name, &mut problems, &mut faults);
+        if !used.contains(&name) && check_unused(ckpt, &name, &mut problems, &mut faults) {
+            unused.push(name);
         }
+    }
+    if let Some(first) = unused.first() {
+        let listed: Vec<_> = unused.iter().take(LISTED).map(|n| printable(n)).collect();
+        let problem = format!("{} tensors that the config does not call for: {}", unused.len(), listed.join(", "));
+        faults.push(Fault::new(Severity::Warning, ckpt.path(), first, problem));
     }
     if problems.is_empty() {
         return Ok(faults);
@@ -143,33 +149,31 @@ fn expect_one(ckpt: &Checkpoint, name: &str, problems: &mut Problems) {
 }
 
 /// A tensor that the config does not call for: more layers than the config has is an error, a bias or quantization
-/// tensor that would be ignored too; anything else is a warning.
-fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: &mut Vec<Fault>) {
+/// tensor that would be ignored too. True for anything else, which is worth a warning.
+fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: &mut Vec<Fault>) -> bool {
     if let ModelConfig::Llama(c) = ckpt.config() {
         if name.ends_with("rotary_emb.inv_freq") {
-            return; // Written by old versions of transformers; follows from the config.
+            return false; // Written by old versions of transformers; follows from the config.
         }
         if name == "lm_head.weight" && c.tie_word_embeddings {
             let what = "not used: tie_word_embeddings is true, so the embedding is the output matrix";
             faults.push(Fault::new(Severity::Warning, ckpt.path(), name, what));
-            return;
+            return false;
         }
         let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
         if let Some(i) = layer.filter(|i: &usize| *i >= c.num_hidden_layers) {
             let what = format!("expected layers below num_hidden_layers = {}, got layer {i}", c.num_hidden_layers);
             problems.push((name.into(), what));
-            return;
+            return false;
         }
     }
     let last = name.rsplit('.').next().unwrap_or_default();
     if ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale"].contains(&last) {
         problems.push((name.into(), "quantization tensor that quantization_config does not call for".into()));
-        return;
+        return false;
     }
     let known_cnn = matches!(ckpt.config(), ModelConfig::ResNet(_)) && name.contains("bn");
-    if !known_cnn {
-        faults.push(Fault::new(Severity::Warning, ckpt.path(), name, "tensor that the config does not call for"));
-    }
+    !known_cnn
 }
 
 /// The tensor name most like `wanted`, when it is near enough to be meant.

@@ -6,7 +6,7 @@ use crate::json::read_json;
 use crate::safetensors::{Entry, SafetensorsFile};
 use crate::{CheckpointError, Fault, Severity, printable};
 use serde_json::Value;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 const SINGLE: &str = "model.safetensors";
@@ -16,9 +16,6 @@ const INDEX: &str = "model.safetensors.index.json";
 #[derive(Debug)]
 pub(crate) struct Folder {
     files: Vec<SafetensorsFile>,
-    /// File and name, in the order of the files.
-    names: Vec<(u32, String)>,
-    by_name: HashMap<String, u32>,
     pub faults: Vec<Fault>,
 }
 
@@ -42,40 +39,23 @@ impl Folder {
                 return Err(e);
             }
         };
-        let mut names = Vec::new();
-        let mut by_name = HashMap::new();
-        for (i, file) in files.iter().enumerate() {
-            for entry in file.entries() {
-                names.push((i as u32, entry.name.clone()));
-                if let Some(other) = by_name.insert(entry.name.clone(), i as u32) {
-                    let other = files[other as usize].path();
-                    let problem = format!("tensor is in two shards; expected one, got {} too", file_name(other));
-                    return Err(CheckpointError::invalid(file.path(), &entry.name, problem));
-                }
-            }
-        }
-        Ok(Self { files, names, by_name, faults })
+        Ok(Self { files, faults })
     }
 
     /// The names of the tensors, in file order.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.names.iter().map(|(_, n)| n.as_str())
+        self.files.iter().flat_map(SafetensorsFile::names)
     }
 
-    /// A tensor and its file.
+    /// A tensor and its file. No table of its own: each file finds a name by bisection, and a tensor is in one file only.
     pub(crate) fn find(&self, name: &str) -> Option<(&SafetensorsFile, &Entry)> {
-        let file = self.files.get(*self.by_name.get(name)? as usize)?;
-        file.entry(name).map(|e| (file, e))
+        self.files.iter().find_map(|file| file.entry(name).map(|e| (file, e)))
     }
 }
 
 fn exists(path: &Path) -> bool {
     // A broken symlink exists too: opening it then says what is wrong with it.
     path.symlink_metadata().is_ok()
-}
-
-fn file_name(path: &Path) -> String {
-    path.file_name().map(|n| printable(&n.to_string_lossy())).unwrap_or_default()
 }
 
 fn open_shards(dir: &Path, index: &Path, faults: &mut Vec<Fault>) -> Result<Vec<SafetensorsFile>, CheckpointError> {

@@ -21,7 +21,7 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Largest rank of a tensor.
 const MAX_RANK: usize = 8;
 /// Most tensors in a file: more than any model has, and few enough that their table stays small.
-const MAX_TENSORS: usize = 1 << 18;
+const MAX_TENSORS: usize = 1 << 17;
 /// Longest tensor name, in bytes.
 const MAX_NAME: usize = 4096;
 
