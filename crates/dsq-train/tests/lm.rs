@@ -1,0 +1,298 @@
+//! Language-model training: torch's steps, resume, interruption, broken losses, settings.
+
+use burn::tensor::Device;
+use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
+use dsq_model::{IGNORED, Llama, next_token_labels};
+use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
+use dsq_train::{
+    AdamW, Control, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir, TrainError, train_lm,
+};
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
+}
+
+#[test]
+fn ten_steps_are_those_of_torch() {
+    let device = Device::flex().autodiff();
+    let checkpoint = Checkpoint::open(&golden("llama_tiny")).unwrap();
+    let mut model = Llama::from_checkpoint(&checkpoint, &device).unwrap();
+    let text = std::fs::read_to_string(golden("llama_tiny_training/training.json")).unwrap();
+    let options: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let batch: Vec<Vec<i32>> = serde_json::from_value(options["batch"].clone()).unwrap();
+    let losses: Vec<f64> =
+        serde_json::from_value(options["losses_before_each_step_and_after_the_last"].clone()).unwrap();
+    let ids = Arc::new(batch.concat());
+    let labels = Arc::new(next_token_labels(&ids, 25));
+    let count = labels.iter().filter(|&&l| l != IGNORED).count();
+    let number = |key: &str| options[key].as_f64().unwrap();
+    let mut optimizer =
+        AdamW::new(options["betas"][0].as_f64().unwrap(), options["betas"][1].as_f64().unwrap(), number("eps"));
+    for (step, want) in losses.iter().enumerate() {
+        let loss = model.loss(ids.clone(), labels.clone(), 4, count);
+        let value = f64::from(loss.clone().into_data().try_to_vec::<f32>().unwrap()[0]);
+        // The gradients agree to 1e-4; ten steps of Adam carry that on.
+        assert!((value - want).abs() < 2e-4 * want, "step {step}: {value} against {want}");
+        let grads = NamedGradients::take(&model, loss.backward());
+        let norm = grads.norm();
+        model = optimizer.step(model, &grads, number("lr"), norm, f64::MAX, |_, _| number("weight_decay"));
+    }
+    assert_eq!(optimizer.updates(), losses.len() as u64);
+}
+
+#[test]
+fn weights_after_ten_steps_are_near_those_of_torch() {
+    let device = Device::flex().autodiff();
+    let checkpoint = Checkpoint::open(&golden("llama_tiny")).unwrap();
+    let mut model = Llama::from_checkpoint(&checkpoint, &device).unwrap();
+    let before = model.named_tensors();
+    let text = std::fs::read_to_string(golden("llama_tiny_training/training.json")).unwrap();
+    let options: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let batch: Vec<Vec<i32>> = serde_json::from_value(options["batch"].clone()).unwrap();
+    let ids = Arc::new(batch.concat());
+    let labels = Arc::new(next_token_labels(&ids, 25));
+    let lr = options["lr"].as_f64().unwrap();
+    let mut optimizer = AdamW::new(0.9, 0.95, 1e-8);
+    for _ in 0..10 {
+        let loss = model.loss(ids.clone(), labels.clone(), 4, 96);
+        let grads = NamedGradients::take(&model, loss.backward());
+        let norm = grads.norm();
+        model = optimizer.step(model, &grads, lr, norm, f64::MAX, |_, _| 0.1);
+    }
+    let bytes = std::fs::read(golden("llama_tiny_training/training.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let (mut off, mut moved) = (0.0f64, 0.0f64);
+    for ((name, _, data), (_, _, start)) in model.named_tensors().iter().zip(&before) {
+        let want = file.tensor(&format!("final.{name}")).unwrap();
+        let want = want.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]]));
+        for ((&got, want), &start) in data.iter().zip(want).zip(start) {
+            // Ten steps move a weight by at most about ten learning rates; an entry whose gradient is noise may
+            // differ by a good part of that, the bulk must not.
+            assert!(f64::from((got - want).abs()) < 4.0 * lr, "{name}: {got} against {want}");
+            off += f64::from(got - want).powi(2);
+            moved += f64::from(got - start).powi(2);
+        }
+    }
+    assert!(off.sqrt() < 0.01 * moved.sqrt(), "off by {} of {}", off.sqrt(), moved.sqrt());
+}
+
+fn model() -> LlamaConfig {
+    let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":32,"intermediate_size":48,
+        "num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":8,"vocab_size":64,
+        "max_position_embeddings":32,"rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":true}"#;
+    match ModelConfig::from_json(text, Path::new("config.json")).unwrap() {
+        ModelConfig::Llama(c) => c,
+        _ => unreachable!("the text says llama"),
+    }
+}
+
+/// A text with structure: the next token follows from the last two, with some noise.
+fn text(n: usize) -> Vec<u32> {
+    let mut t = vec![1u32, 2];
+    for i in 2..n {
+        let next = if i % 11 == 0 { i * 31 % 64 } else { (t[i - 1] * 3 + t[i - 2] * 5 + 7) as usize % 64 };
+        t.push(next as u32);
+    }
+    t
+}
+
+fn settings() -> LmTrainConfig {
+    let phase = |steps, learning_rate| LmPhase {
+        steps,
+        batch_size: 3,
+        seq_len: 16,
+        learning_rate,
+        warmup_steps: 2,
+        weight_decay: 0.1,
+        grad_clip: 1.0,
+    };
+    LmTrainConfig { float: phase(9, 1e-2), qat: phase(6, 3e-3), float_equal_tokens: true, save_every: 4, seed: 5 }
+}
+
+fn quant() -> QuantConfig {
+    let scheme = QuantScheme::preset("W4A16", Granularity::PerChannel, FloatType::Bf16).unwrap();
+    QuantConfig::new(scheme, &["lm_head".into()]).unwrap()
+}
+
+fn train(
+    path: &Path,
+    resume: bool,
+    config: &LmTrainConfig,
+    on_step: &mut dyn FnMut(&Progress) -> Control,
+) -> Result<LmOutcome, TrainError> {
+    let fingerprint = serde_json::to_value(config).unwrap();
+    let mut run = RunDir::open(path, &fingerprint, resume, false)?;
+    train_lm(&model(), &text(400), config, &quant(), &mut run, on_step)
+}
+
+type Bits = Vec<(String, Vec<u32>)>;
+
+fn bits(model: &Llama) -> Bits {
+    model.named_tensors().into_iter().map(|(n, _, v)| (n, v.iter().map(|x| x.to_bits()).collect())).collect()
+}
+
+fn all_bits(o: &LmOutcome) -> (Bits, Bits, Bits) {
+    (bits(&o.float), bits(&o.qat), bits(o.float_equal_tokens.as_ref().unwrap()))
+}
+
+fn log(path: &Path) -> String {
+    std::fs::read_to_string(path.join("log.jsonl")).unwrap()
+}
+
+#[test]
+fn the_phases_follow_one_another_and_learn() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = settings();
+    config.float.steps = 120;
+    config.qat.steps = 40;
+    let mut seen = Vec::new();
+    let out = train(dir.path(), false, &config, &mut |p| {
+        seen.push(p.clone());
+        Control::Continue
+    })
+    .unwrap();
+    assert_eq!(seen.len(), 200);
+    assert!(seen.iter().enumerate().all(|(i, p)| p.global_step == i + 1 && p.total_steps == 200));
+    let mean = |p: Phase, from: usize, to: usize| {
+        let losses: Vec<f32> =
+            seen.iter().filter(|s| s.phase == p && (from..=to).contains(&s.step)).map(|s| s.loss).collect();
+        losses.iter().sum::<f32>() / losses.len() as f32
+    };
+    assert!((mean(Phase::Float, 1, 1) - 64f32.ln()).abs() < 0.1, "a new model knows nothing");
+    assert!(mean(Phase::Float, 111, 120) < 3.3, "{}", mean(Phase::Float, 111, 120));
+    // QAT starts from the float result, worse by the rounding, and gets better; equal tokens start from it too.
+    let rtn = mean(Phase::Qat, 1, 1);
+    assert!(rtn > mean(Phase::FloatEqualTokens, 1, 1) && rtn < 4.0, "{rtn}");
+    assert!(mean(Phase::Qat, 31, 40) < mean(Phase::Qat, 1, 5));
+    // The same samples in the same order, at the same rates.
+    let rates = |p: Phase| seen.iter().filter(|s| s.phase == p).map(|s| s.learning_rate).collect::<Vec<_>>();
+    assert_eq!(rates(Phase::Qat), rates(Phase::FloatEqualTokens));
+    assert!(out.float.linears().iter().all(|l| l.1.quant().is_none()));
+    assert!(out.qat.linears().iter().all(|l| l.1.quant().is_some()));
+    assert_eq!(out.quantized.len(), 14);
+    for (name, matrix) in &out.quantized {
+        let layers = out.qat.linears();
+        let layer = &layers.iter().find(|l| l.0 == *name).unwrap().1;
+        let effective: Vec<f32> = layer.effective_weight().into_data().try_to_vec().unwrap();
+        assert_eq!(effective, matrix.dequantize(), "{name}");
+    }
+}
+
+#[test]
+fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
+    let straight = tempfile::tempdir().unwrap();
+    let config = settings();
+    let want = all_bits(&train(straight.path(), false, &config, &mut |_| Control::Continue).unwrap());
+    let want_log = log(straight.path());
+    assert_eq!(want_log.lines().count(), 21);
+    for stop in 1..=21 {
+        let dir = tempfile::tempdir().unwrap();
+        let stopped = train(dir.path(), false, &config, &mut |p| match p.global_step == stop {
+            true => Control::Stop,
+            false => Control::Continue,
+        });
+        match stopped {
+            Err(e) => {
+                assert!(matches!(e, TrainError::Interrupted { step, .. } if step == stop as u64), "{e}");
+                assert_eq!(e.exit_code(), 130);
+            }
+            Ok(_) => assert_eq!(stop, 21, "only a stop after the last step has nothing left to do"),
+        }
+        let mut first = None;
+        let got = train(dir.path(), true, &config, &mut |p| {
+            first.get_or_insert(p.global_step);
+            Control::Continue
+        });
+        assert_eq!(first, (stop < 21).then_some(stop + 1), "nothing is done twice");
+        assert!(all_bits(&got.unwrap()) == want, "stopped after {stop}");
+        assert_eq!(log(dir.path()), want_log, "stopped after {stop}");
+    }
+}
+
+#[test]
+fn c082_f093_a_run_that_died_after_any_step_resumes_to_the_same_bits() {
+    // A panic out of the callback stands for the kill: whatever was not yet saved is lost. (The kill -9 of a real
+    // process is tests/kill.rs.)
+    let straight = tempfile::tempdir().unwrap();
+    let config = settings();
+    let want = all_bits(&train(straight.path(), false, &config, &mut |_| Control::Continue).unwrap());
+    for die in [1, 3, 4, 5, 9, 10, 14, 15, 16, 20, 21] {
+        let dir = tempfile::tempdir().unwrap();
+        let died = std::panic::catch_unwind(|| {
+            train(dir.path(), false, &config, &mut |p| {
+                assert!(p.global_step != die, "killed");
+                Control::Continue
+            })
+        });
+        assert!(died.is_err());
+        let mut first = None;
+        let got = train(dir.path(), true, &config, &mut |p| {
+            first.get_or_insert(p.global_step);
+            Control::Continue
+        });
+        // Checkpoints: every 4 steps and at the ends of phases, 9, 15, 21.
+        let saved = [0, 4, 8, 9, 12, 15, 16, 20].into_iter().rfind(|s| *s < die).unwrap();
+        assert_eq!(first, Some(saved + 1));
+        assert!(all_bits(&got.unwrap()) == want, "died in {die}");
+        assert_eq!(log(dir.path()), log(straight.path()));
+    }
+}
+
+#[test]
+fn f112_a_loss_that_is_not_finite_stops_with_6_and_keeps_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = settings();
+    config.float = LmPhase { learning_rate: 1e18, grad_clip: 1e18, warmup_steps: 6, ..config.float };
+    config.save_every = 1;
+    let mut finished = 0;
+    let mut go = |resume: bool| {
+        train(dir.path(), resume, &config, &mut |p| {
+            finished = p.global_step;
+            Control::Continue
+        })
+    };
+    let first = go(false).unwrap_err();
+    // Once more from the checkpoint: the same step fails in the same way.
+    let again = go(true).unwrap_err();
+    assert_eq!((first.exit_code(), first.to_string()), (6, again.to_string()));
+    assert!((1..9).contains(&finished), "failed after step {finished}");
+    let run = RunDir::open(dir.path(), &serde_json::to_value(&config).unwrap(), true, false).unwrap();
+    let snapshot = run.latest().unwrap().unwrap();
+    assert_eq!(snapshot.step, finished as u64);
+    assert!(snapshot.tensors.iter().all(|t| t.data.iter().all(|x| x.is_finite())), "nothing broken was saved");
+    assert_eq!(log(dir.path()).lines().count(), finished);
+}
+
+#[test]
+fn f087_settings_that_cannot_work_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    type Change = fn(&mut LmTrainConfig);
+    let cases: [(&str, Change); 10] = [
+        ("train.steps", |c| c.float.steps = 0),
+        ("train.batch_size", |c| c.float.batch_size = 0),
+        ("train.seq_len", |c| c.float.seq_len = 33),
+        ("qat.seq_len", |c| c.qat.seq_len = 1),
+        ("train.warmup_steps", |c| c.float.warmup_steps = 10),
+        ("train.learning_rate", |c| c.float.learning_rate = f64::NAN),
+        ("qat.learning_rate", |c| c.qat.learning_rate = -1.0),
+        ("qat.weight_decay", |c| c.qat.weight_decay = f64::INFINITY),
+        ("train.grad_clip", |c| c.float.grad_clip = 0.0),
+        ("train.save_every", |c| c.save_every = 0),
+    ];
+    for (field, change) in cases {
+        let mut config = settings();
+        change(&mut config);
+        let mut run = RunDir::open(&dir.path().join(field), &serde_json::json!({}), false, false).unwrap();
+        let e = train_lm(&model(), &text(400), &config, &quant(), &mut run, &mut |_| Control::Continue).unwrap_err();
+        assert!(e.to_string().starts_with(field) && e.exit_code() == 2, "{field}: {e}");
+    }
+    let mut run = RunDir::open(&dir.path().join("tokens"), &serde_json::json!({}), false, false).unwrap();
+    let mut run_on = |tokens: &[u32]| {
+        train_lm(&model(), tokens, &settings(), &quant(), &mut run, &mut |_| Control::Continue).unwrap_err().to_string()
+    };
+    assert!(run_on(&text(16)).contains("more than 16 tokens"));
+    assert!(run_on(&[vec![64], text(400)].concat()).contains("64 at token 0"));
+}
