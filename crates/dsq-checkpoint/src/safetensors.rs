@@ -141,7 +141,8 @@ impl SafetensorsFile {
         Ok(floats_from_bytes(&bytes, float))
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// The file.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 

@@ -1,6 +1,7 @@
 //! Folders and vectors made by Python's transformers and compressed-tensors (see `tests/golden/README.md`).
 
-use dsq_checkpoint::{Checkpoint, LinearWeight, ModelConfig};
+use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, ModelConfig, export_folder};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use std::path::PathBuf;
 
 fn golden(name: &str) -> PathBuf {
@@ -30,4 +31,46 @@ fn f045_rotary_scaling_is_refused_by_name() {
     assert_eq!(e.exit_code(), 3);
     let text = e.to_string();
     assert!(text.contains("rope_parameters") && text.contains("llama3"), "{text}");
+}
+
+/// A folder that Python's compressed-tensors made is read, and quantizing the same weights gives the same tensors, bit
+/// for bit.
+#[test]
+fn a_folder_of_compressed_tensors_is_what_dsq_writes() {
+    let source = Checkpoint::open(&golden("llama_tiny_untied")).unwrap();
+    for (name, mapping) in [("symmetric", Mapping::Symmetric), ("asymmetric", Mapping::Asymmetric)] {
+        let theirs = Checkpoint::open(&golden(&format!("ct_folder_{name}"))).unwrap();
+        assert_eq!(theirs.config(), source.config());
+        assert!(theirs.faults().is_empty(), "{:?}", theirs.faults());
+        let args = QuantArgs { mapping, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32) };
+        let scheme = QuantConfig::new(QuantScheme { weights: args, activations: None }, &["lm_head".into()]).unwrap();
+        let mut layers = Vec::new();
+        for tensor in source.names() {
+            let (shape, data) = (source.info(&tensor).unwrap().shape, source.read_f32(&tensor).unwrap());
+            let module = tensor.trim_end_matches(".weight");
+            let linear = source.config().linears().iter().any(|l| l.module == module);
+            layers.push(match scheme.scheme_for(module).filter(|_| linear) {
+                Some(s) => {
+                    let matrix = QuantizedMatrix::quantize(&data, shape[0], shape[1], s.weights).unwrap();
+                    assert_eq!(theirs.linear(module).unwrap(), LinearWeight::Quantized(matrix.clone()), "{module}");
+                    ExportTensor::Linear { module: module.into(), shape, matrix, activation: None, source: None }
+                }
+                None => ExportTensor::Float { name: tensor, shape, data, dtype: FloatType::F32 },
+            });
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("m");
+        export_folder(&out, source.config(), layers, Some(&scheme), vec![], false).unwrap();
+        let ours = Checkpoint::open(&out).unwrap();
+        let sorted = |c: &Checkpoint| {
+            let mut names = c.names();
+            names.sort();
+            names
+        };
+        assert_eq!(sorted(&ours), sorted(&theirs));
+        for tensor in ours.names() {
+            assert_eq!(ours.info(&tensor), theirs.info(&tensor), "{tensor}");
+            assert_eq!(ours.read_stored(&tensor).unwrap(), theirs.read_stored(&tensor).unwrap(), "{tensor}");
+        }
+    }
 }
