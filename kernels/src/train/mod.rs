@@ -1,6 +1,6 @@
 //! The operations of a training step that Burn's CPU backend runs slowly (scalar, one thread, or decomposed): forward
-//! and backward of RMSNorm, SwiGLU, rotary causal attention, cross-entropy, embedding rows, and the AdamW update.
-//! Not large matrix products (Burn's), not inference (see the other folders).
+//! and backward of RMSNorm, SwiGLU, rotary causal attention, cross-entropy, embedding rows, the AdamW update, and the
+//! dense matrix product. Not inference (see the other folders).
 //!
 //! Every function is plain Rust that the compiler vectorises: separate multiplications and additions, sums over
 //! sixteen fixed lanes. The AVX2 build of a function gives the bits of the baseline build, and any thread count gives
@@ -12,6 +12,7 @@ mod attention;
 mod cross_entropy;
 mod embedding;
 mod exp;
+mod matmul;
 mod rms_norm;
 mod swiglu;
 
@@ -19,6 +20,7 @@ pub use adamw::{AdamW, adamw, sum_of_squares};
 pub use attention::{Attention, AttentionGradients, AttentionShape, Rope};
 pub use cross_entropy::{IGNORED, cross_entropy, cross_entropy_gradient};
 pub use embedding::{gather_rows, scatter_rows};
+pub use matmul::{Strided, matmul};
 pub use rms_norm::{rms_norm, rms_norm_gradient};
 pub use swiglu::{silu_mul, silu_mul_gradient};
 

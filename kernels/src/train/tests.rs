@@ -1,7 +1,7 @@
 use super::exp::exp;
 use super::*;
 
-fn uniform(n: usize, seed: u64) -> Vec<f32> {
+pub(super) fn uniform(n: usize, seed: u64) -> Vec<f32> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
         .map(|_| {
@@ -13,7 +13,7 @@ fn uniform(n: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-fn bits(x: &[f32]) -> Vec<u32> {
+pub(super) fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
