@@ -9,6 +9,7 @@ pub mod fake_quant;
 pub mod layers;
 mod llama;
 mod ops;
+pub mod resnet;
 
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;

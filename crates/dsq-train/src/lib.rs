@@ -2,13 +2,16 @@
 //! results and reports progress through a callback; it prints nothing and knows no recipe file.
 
 mod adamw;
+pub mod cnn;
 mod error;
+pub mod idx;
 mod lm;
 mod progress;
 pub mod qat;
 mod run_dir;
 
 pub use adamw::{AdamW, NamedGradients};
+pub use cnn::{CnnTrainConfig, run_cnn};
 pub use error::TrainError;
 pub use lm::{LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
 pub use progress::Control;

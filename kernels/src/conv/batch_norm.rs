@@ -79,7 +79,7 @@ pub fn batch_norm_backward(x: &[f32], g: &[f32], gamma: &[f32], mean: &[f32], va
 }
 
 /// Sums `f(channel, a, b)` over the rows, for each channel.
-fn sums<const N: usize>(
+pub(super) fn sums<const N: usize>(
     a: &[f32],
     b: &[f32],
     c: usize,

@@ -5,12 +5,14 @@
 //! picture in blocks, gathers a block's `k` inputs (im2col) and multiplies; nothing the size of the whole im2col
 //! matrix is ever held.
 
+mod affine;
 mod batch_norm;
 mod codes;
 mod float;
 pub(crate) mod gemm;
 mod int4;
 
+pub use affine::{affine_dparams, affine_dx, affine_forward, mean_pool};
 pub use batch_norm::{BatchNormGrads, batch_norm_backward, batch_norm_forward};
 pub use codes::{code_gradient, code_values, min_max};
 pub use float::{conv_f32, conv_f32_dw, conv_f32_dx};

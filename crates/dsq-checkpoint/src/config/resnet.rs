@@ -108,6 +108,18 @@ impl ResNetConfig {
         })
     }
 
+    /// Pixels `[m, c, h, w]` as the network's input: `(pixel / 255 - mean) / std` of the channel. Training and the runtime
+    /// both call this, so that they see the same bits. Pixels behind the last whole picture are left out.
+    pub fn normalize(&self, pixels: &[u8]) -> Vec<f32> {
+        let plane = self.image_size * self.image_size;
+        let channels = || self.mean.iter().zip(&self.std);
+        pixels
+            .chunks_exact((plane * self.in_channels).max(1))
+            .flat_map(|picture| picture.chunks(plane.max(1)).zip(channels()))
+            .flat_map(|(plane, (mean, std))| plane.iter().map(move |&p| (f32::from(p) / 255.0 - mean) / std))
+            .collect()
+    }
+
     pub(super) fn linears(&self) -> Vec<LinearSpec> {
         let conv = |module: String, out: usize, input: usize, side: usize| LinearSpec {
             module,

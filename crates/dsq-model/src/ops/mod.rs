@@ -10,3 +10,4 @@ pub(crate) mod embedding;
 pub(crate) mod linear;
 pub(crate) mod rms_norm;
 pub(crate) mod swiglu;
+pub(crate) mod slice_op;
