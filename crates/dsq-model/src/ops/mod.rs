@@ -9,5 +9,5 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod linear;
 pub(crate) mod rms_norm;
-pub(crate) mod swiglu;
 pub(crate) mod slice_op;
+pub(crate) mod swiglu;
