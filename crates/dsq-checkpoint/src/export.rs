@@ -544,3 +544,76 @@ fn ratio(bits: u64, weights: u64) -> f64 {
 fn is_zero(n: &usize) -> bool {
     *n == 0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ResNetConfig;
+    use dsq_quant::{Granularity, Mapping};
+
+    /// The proof can fail: one changed bit anywhere in the written tensors, a tensor too many, another config or another
+    /// file beside the weights is told.
+    #[test]
+    fn a_folder_that_differs_in_one_bit_is_not_proven() {
+        let config = ModelConfig::ResNet(ResNetConfig {
+            in_channels: 1,
+            image_size: 4,
+            channels: vec![4],
+            blocks_per_stage: 1,
+            num_classes: 10,
+            norm_eps: 1e-5,
+            mean: vec![0.0],
+            std: vec![1.0],
+        });
+        let args =
+            QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerChannel, FloatType::F32) };
+        let layers: Vec<ExportTensor> = config
+            .linears()
+            .into_iter()
+            .map(|spec| {
+                let data: Vec<f32> = (0..spec.n() * spec.k()).map(|i| (i as f32 * 0.37).sin()).collect();
+                if spec.module == "fc" {
+                    let matrix = QuantizedMatrix::quantize(&data, spec.n(), spec.k(), args).unwrap();
+                    let (module, shape) = (spec.module, spec.shape);
+                    return ExportTensor::Linear { module, shape, matrix, activation: None, source: None };
+                }
+                let name = format!("{}.weight", spec.module);
+                ExportTensor::Float { name, shape: spec.shape, data, dtype: FloatType::Bf16 }
+            })
+            .collect();
+        let packed: Vec<Vec<NamedTensor>> = layers.iter().map(packed_tensors).collect();
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("m");
+        let aux = vec![("tokenizer.json".to_owned(), b"{}".to_vec())];
+        let files = folder_files(&out, &config, &layers, aux).unwrap();
+        let mut writer = FolderWriter::create(&out, false, 0).unwrap();
+        let tensors = || layers.iter().zip(&packed).flat_map(|(l, t)| pending(l, t)).collect::<Vec<_>>();
+        writer.pending(WEIGHTS, tensors()).unwrap();
+        for (name, bytes) in &files {
+            writer.file(name, bytes).unwrap();
+        }
+        let proven = |files: &[(String, Vec<u8>)]| prove(&writer, &out, &config, &layers, &packed, files).is_ok();
+        assert!(proven(&files));
+        let path = writer.path().join(WEIGHTS);
+        let whole = std::fs::read(&path).unwrap();
+        let data = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        for at in data..whole.len() {
+            let mut changed = whole.clone();
+            changed[at] ^= 1 << (at % 8);
+            std::fs::write(&path, changed).unwrap();
+            assert!(!proven(&files), "byte {at}");
+        }
+        let extra = NamedTensor { name: "x".into(), data: TensorData::I8 { shape: vec![1], data: vec![1] } };
+        let mut more = tensors();
+        more.push(Pending::from(&extra));
+        crate::safetensors::sort(&mut more);
+        let mut file = std::fs::File::create(&path).unwrap();
+        crate::safetensors::write_tensors(&mut file, &path, &more).unwrap();
+        assert!(!proven(&files));
+        std::fs::write(&path, &whole).unwrap();
+        std::fs::write(writer.path().join("tokenizer.json"), "{ }").unwrap();
+        assert!(!proven(&files));
+        std::fs::write(writer.path().join("tokenizer.json"), "{}").unwrap();
+        assert!(proven(&files));
+    }
+}
