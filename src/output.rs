@@ -4,8 +4,13 @@ use std::io::{IsTerminal, Write};
 
 /// Writes `text` and a newline to stdout. When the reader is gone (`dsq ... | head`) the process ends with code 0.
 pub fn line(text: impl AsRef<str>) {
+    piece(&format!("{}\n", text.as_ref()));
+}
+
+/// Writes `text` to stdout at once (generated text as it is made); a closed pipe is handled as by [`line`].
+pub fn piece(text: &str) {
     let mut out = std::io::stdout().lock();
-    let wrote = writeln!(out, "{}", text.as_ref()).and_then(|()| out.flush());
+    let wrote = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     if let Err(e) = wrote {
         std::process::exit(if e.kind() == std::io::ErrorKind::BrokenPipe { 0 } else { 4 });
     }

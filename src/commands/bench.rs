@@ -1,12 +1,145 @@
-//! `dsq bench`.
+//! `dsq bench`: tokens per second of a model, and which share of the machine's read bandwidth decoding uses.
 
-use crate::{Global, error::CliError};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::Checkpoint;
+use dsq_runtime::{LlamaRuntime, Logits, measure_read_bandwidth};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Instant;
 
 /// Options of `dsq bench`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// A model folder (float or packed) or a GGUF file.
+    model: PathBuf,
+    /// Tokens of the prompt.
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    prompt_tokens: usize,
+    /// Tokens to generate after it.
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    gen_tokens: usize,
+    /// Times to do both; the figures are medians (latencies: percentiles over all tokens).
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    repeat: usize,
+}
 
-/// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
-    Err(CliError::usage("bench: this command is being built"))
+/// Measures and prints one row, `batch 1`.
+pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    for (name, value) in
+        [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens), ("--repeat", args.repeat)]
+    {
+        if value == 0 {
+            return Err(CliError::usage(format!("{name}: expected at least 1, got 0")));
+        }
+    }
+    let checkpoint = Checkpoint::open(&args.model)?;
+    let limit = LlamaRuntime::context_of(&checkpoint)?;
+    let asked = args.prompt_tokens.saturating_add(args.gen_tokens);
+    if asked > limit {
+        let of = "--prompt-tokens and --gen-tokens";
+        return Err(CliError::usage(format!(
+            "{of}: expected at most {limit} tokens together (the model's context), got {asked}"
+        )));
+    }
+    let start = Instant::now();
+    let model = LlamaRuntime::load(&checkpoint, global.threads())?;
+    let load_seconds = start.elapsed().as_secs_f64();
+    let mut cache = model.new_cache(asked)?;
+    // The ids decide nothing about the speed; a fixed walk through the vocabulary avoids a hot embedding row.
+    let vocab = model.config().vocab_size;
+    let ids: Vec<u32> = (0..asked).map(|i| (i * 7919 % vocab) as u32).collect();
+    let (mut prompt, mut decode, mut latencies) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..args.repeat {
+        cache.truncate(0);
+        let start = Instant::now();
+        model.forward(&ids[..args.prompt_tokens], &mut cache, Logits::Last)?;
+        prompt.push(args.prompt_tokens as f64 / start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        for id in &ids[args.prompt_tokens..] {
+            let token = Instant::now();
+            model.forward(&[*id], &mut cache, Logits::Last)?;
+            latencies.push(token.elapsed().as_secs_f64() * 1e3);
+        }
+        decode.push(args.gen_tokens as f64 / start.elapsed().as_secs_f64());
+    }
+    let tokens_per_second = quantile(&mut decode, 0.5);
+    // Weights are read once a token, keys and values up to the position (on average: the middle of the generation).
+    let c = model.config();
+    let mean_positions = args.prompt_tokens as f64 + (args.gen_tokens as f64 + 1.0) / 2.0;
+    let kv = mean_positions * (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size_of::<f32>()) as f64;
+    let bytes_per_token = model.bytes_per_token() as f64 + kv;
+    let bandwidth = measure_read_bandwidth(global.threads());
+    let bytes_per_second = bytes_per_token * tokens_per_second;
+    let mut kernels: BTreeMap<String, usize> = BTreeMap::new();
+    for (_, kernel) in model.kernels() {
+        *kernels.entry(kernel).or_default() += 1;
+    }
+    let row = json!({
+        "name": "batch 1",
+        "prompt_tokens": args.prompt_tokens,
+        "gen_tokens": args.gen_tokens,
+        "repeat": args.repeat,
+        "threads": model.threads(),
+        "prompt_tokens_per_second": quantile(&mut prompt, 0.5),
+        "tokens_per_second": tokens_per_second,
+        "latency_p50_ms": quantile(&mut latencies, 0.5),
+        "latency_p99_ms": quantile(&mut latencies, 0.99),
+        "resident_bytes": model.resident_bytes(),
+        "kv_cache_bytes": cache.bytes(),
+        "bytes_per_token": bytes_per_token,
+        "bytes_per_second": bytes_per_second,
+        "read_bandwidth": bandwidth,
+        "bandwidth_share": bytes_per_second / bandwidth,
+        "load_seconds": load_seconds,
+        "kernels": kernels,
+    });
+    if global.json {
+        output::line(json!({ "command": "bench", "rows": [row] }).to_string());
+        return Ok(0);
+    }
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    output::line(format!("batch 1, {} threads, medians of {}", model.threads(), args.repeat));
+    output::line(format!(
+        "  prompt      {:>10.1} tokens/s  ({} tokens)",
+        number("prompt_tokens_per_second"),
+        args.prompt_tokens
+    ));
+    output::line(format!("  generation  {:>10.1} tokens/s  ({} tokens)", tokens_per_second, args.gen_tokens));
+    output::line(format!(
+        "  latency     {:>10.2} ms p50, {:.2} ms p99",
+        number("latency_p50_ms"),
+        number("latency_p99_ms")
+    ));
+    output::line(format!(
+        "  reads       {:>10.2} GB/s, {:.0}% of the {:.2} GB/s that this machine reads with as many threads",
+        bytes_per_second / 1e9,
+        100.0 * bytes_per_second / bandwidth,
+        bandwidth / 1e9
+    ));
+    output::line(format!("  weights     {:>10.1} MB in memory", model.resident_bytes() as f64 / 1e6));
+    for (kernel, layers) in kernels {
+        output::line(format!("  kernel      {layers:>10} layers: {kernel}"));
+    }
+    Ok(0)
+}
+
+/// The value at a quantile (nearest rank); sorts `values`, which holds at least one.
+fn quantile(values: &mut [f64], q: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let rank = (q * values.len() as f64).ceil() as usize;
+    values[rank.clamp(1, values.len()) - 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quantile;
+
+    #[test]
+    fn quantiles_are_nearest_ranks() {
+        let mut v = [3.0, 1.0, 2.0, 4.0, 5.0];
+        assert_eq!(quantile(&mut v, 0.5), 3.0);
+        assert_eq!(quantile(&mut v, 0.99), 5.0);
+        assert_eq!(quantile(&mut [7.0], 0.5), 7.0);
+    }
 }

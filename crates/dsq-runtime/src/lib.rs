@@ -1,12 +1,21 @@
 //! Inference: a packed or float model as kernels want it, tokenizer, chat template, sampler. Reads models through
 //! `dsq-checkpoint` only, knows no training and prints nothing.
 
+mod bandwidth;
+mod cache;
 mod chat;
 mod error;
+mod generate;
+mod llama;
+mod rope;
 mod sampler;
 mod tokenizer;
 
+pub use bandwidth::measure_read_bandwidth;
+pub use cache::KvCache;
 pub use chat::{ChatTemplate, Message};
 pub use error::RuntimeError;
+pub use generate::{FinishReason, Generated, generate};
+pub use llama::{LlamaRuntime, Logits};
 pub use sampler::{Sampler, Sampling};
 pub use tokenizer::{Specials, StreamDecoder, TextTokenizer};

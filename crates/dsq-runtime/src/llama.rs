@@ -1,0 +1,287 @@
+//! A Llama-like model on packed weights: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied
+//! head. Not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
+//!
+//! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
+//! sequence was cut into calls (see the orders in `dsq-kernels`).
+
+use crate::RuntimeError;
+use crate::cache::{KvCache, Scratch};
+use crate::rope::RopeTable;
+use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
+use dsq_kernels::attention::{LayerCache, attend};
+use dsq_kernels::elementwise::{rms_norm, silu_mul};
+use dsq_kernels::{FloatLinear, Int4Linear, Int8Linear, Linear, matmul_many};
+use dsq_quant::{FloatType, QuantType};
+use rayon::prelude::*;
+
+/// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
+const PREFILL: usize = 192;
+
+/// Which positions' logits a forward pass returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Logits {
+    /// Of the last token: `[vocab]`.
+    Last,
+    /// Of every token: `[tokens, vocab]`.
+    All,
+}
+
+#[derive(Debug)]
+struct Layer {
+    input_norm: Vec<f32>,
+    qkv: [Linear; 3],
+    o: Linear,
+    post_norm: Vec<f32>,
+    gate_up: [Linear; 2],
+    down: Linear,
+}
+
+/// A language model ready to run on the CPU.
+#[derive(Debug)]
+pub struct LlamaRuntime {
+    config: LlamaConfig,
+    embedding: Linear,
+    layers: Vec<Layer>,
+    final_norm: Vec<f32>,
+    /// None when the head is the embedding.
+    head: Option<Linear>,
+    pool: rayon::ThreadPool,
+}
+
+impl LlamaRuntime {
+    /// Reads a model and packs its weights; one copy stays in memory. Float weights keep their stored dtype (those of
+    /// a GGUF file are dequantized to f32).
+    ///
+    /// # Errors
+    /// [`RuntimeError::Model`] for another architecture; errors of the checkpoint.
+    pub fn load(model: &Checkpoint, threads: usize) -> Result<Self, RuntimeError> {
+        let config = llama_config(model)?.clone();
+        let file = model.path().display().to_string();
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads.max(1))
+            .thread_name(|i| format!("dsq-{i}"))
+            .build()
+            .map_err(|e| RuntimeError::Model { file, problem: format!("cannot start {threads} threads: {e}") })?;
+        let (embedding, head, layers, final_norm) = pool.install(|| -> Result<_, RuntimeError> {
+            let embedding = linear(model, "model.embed_tokens")?;
+            let tied = config.tie_word_embeddings && !model.is_quantized("lm_head");
+            let head = if tied { None } else { Some(linear(model, "lm_head")?) };
+            let layers = (0..config.num_hidden_layers)
+                .into_par_iter()
+                .map(|i| layer(model, i))
+                .collect::<Result<Vec<_>, RuntimeError>>()?;
+            Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
+        })?;
+        Ok(Self { config, embedding, layers, final_norm, head, pool })
+    }
+
+    /// The longest context of a language model, before any weight is read.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Model`] for another architecture.
+    pub fn context_of(model: &Checkpoint) -> Result<usize, RuntimeError> {
+        Ok(llama_config(model)?.max_position_embeddings)
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// Worker threads.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+
+    /// Memory for a sequence of at most `tokens` tokens, allocated now.
+    ///
+    /// # Errors
+    /// [`RuntimeError::TooLong`] beyond `max_position_embeddings`.
+    pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
+        let c = &self.config;
+        if tokens > c.max_position_embeddings {
+            return Err(RuntimeError::TooLong {
+                what: "context",
+                limit: c.max_position_embeddings,
+                of: "max_position_embeddings",
+                got: tokens,
+            });
+        }
+        let layers =
+            (0..c.num_hidden_layers).map(|_| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim)).collect();
+        let rope = RopeTable::new(tokens, c.head_dim, c.rope_theta);
+        Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
+    }
+
+    /// Appends `tokens` to the sequence in `cache` and returns logits.
+    ///
+    /// # Errors
+    /// [`RuntimeError::TooLong`] when they do not fit (the cache stays as it was); [`RuntimeError::Input`] for no token, an id
+    /// beyond the vocabulary, or a cache of another model.
+    pub fn forward(&self, tokens: &[u32], cache: &mut KvCache, logits: Logits) -> Result<Vec<f32>, RuntimeError> {
+        let c = &self.config;
+        let input = |problem: String| Err(RuntimeError::Input { what: "tokens", problem });
+        if tokens.is_empty() {
+            return input("expected at least one token, got none".into());
+        }
+        if let Some(id) = tokens.iter().find(|&&id| id as usize >= c.vocab_size) {
+            return input(format!("expected ids below the vocabulary's {} rows, got {id}", c.vocab_size));
+        }
+        if cache.layers.len() != self.layers.len() {
+            return input(format!("expected a cache of {} layers, got {}", self.layers.len(), cache.layers.len()));
+        }
+        let got = cache.len + tokens.len();
+        if got > cache.capacity {
+            let of = "positions of the context";
+            return Err(RuntimeError::TooLong { what: "tokens", limit: cache.capacity, of, got });
+        }
+        let mut out = Vec::new();
+        self.pool.install(|| {
+            let chunks = tokens.chunks(PREFILL);
+            let last = chunks.len() - 1;
+            for (i, chunk) in chunks.enumerate() {
+                self.run_layers(chunk, cache);
+                cache.len += chunk.len();
+                let rows = match logits {
+                    Logits::All => chunk.len(),
+                    Logits::Last => usize::from(i == last),
+                };
+                self.append_logits(rows, &mut cache.scratch, &mut out);
+            }
+        });
+        Ok(out)
+    }
+
+    fn run_layers(&self, tokens: &[u32], cache: &mut KvCache) {
+        let (c, m, past) = (&self.config, tokens.len(), cache.len);
+        let (h, d) = (c.hidden_size, c.head_dim);
+        let (q_width, kv_width) = (c.num_attention_heads * d, c.num_key_value_heads * d);
+        let KvCache { layers, rope, scratch, .. } = cache;
+        let f = c.intermediate_size;
+        scratch.resize(m, [h, h, q_width, kv_width, kv_width, q_width, f, f, f]);
+        let Scratch { hidden, normed, q, k, v, mixed, gate, up, ffn } = scratch;
+        for (&id, row) in tokens.iter().zip(hidden.chunks_exact_mut(h)) {
+            self.embedding.row(id as usize, row);
+        }
+        for (layer, kv) in self.layers.iter().zip(layers) {
+            rms_norm(hidden, &layer.input_norm, c.rms_norm_eps, normed);
+            let [wq, wk, wv] = &layer.qkv;
+            matmul_many(&[wq, wk, wv], normed, m, &mut [q, k, v]);
+            for t in 0..m {
+                rope.rotate(&mut q[t * q_width..(t + 1) * q_width], past + t);
+                let at = t * kv_width..(t + 1) * kv_width;
+                rope.rotate(&mut k[at.clone()], past + t);
+                kv.put(past + t, &k[at.clone()], &v[at]);
+            }
+            attend(kv, q, c.num_attention_heads, past, mixed);
+            layer.o.matmul(mixed, m, normed);
+            add(hidden, normed);
+            rms_norm(hidden, &layer.post_norm, c.rms_norm_eps, normed);
+            let [wg, wu] = &layer.gate_up;
+            matmul_many(&[wg, wu], normed, m, &mut [gate, up]);
+            silu_mul(gate, up, ffn);
+            layer.down.matmul(ffn, m, normed);
+            add(hidden, normed);
+        }
+    }
+
+    /// Logits of the last `rows` tokens of the chunk in `scratch.hidden`.
+    fn append_logits(&self, rows: usize, scratch: &mut Scratch, out: &mut Vec<f32>) {
+        if rows == 0 {
+            return;
+        }
+        let h = self.config.hidden_size;
+        let from = scratch.hidden.len() - rows * h;
+        let normed = &mut scratch.normed[..rows * h];
+        rms_norm(&scratch.hidden[from..], &self.final_norm, self.config.rms_norm_eps, normed);
+        let at = out.len();
+        out.resize(at + rows * self.config.vocab_size, 0.0);
+        self.head.as_ref().unwrap_or(&self.embedding).matmul(normed, rows, &mut out[at..]);
+    }
+
+    /// Bytes of weights in memory: packed linears, embedding, norms.
+    pub fn resident_bytes(&self) -> usize {
+        let norms: usize =
+            self.layers.iter().map(|l| l.input_norm.len() + l.post_norm.len()).sum::<usize>() + self.final_norm.len();
+        self.linears().map(|(_, l)| l.bytes()).sum::<usize>() + norms * size_of::<f32>()
+    }
+
+    /// Bytes of weights that one decoded token reads: all of them, but of an untied embedding one row only.
+    pub fn bytes_per_token(&self) -> usize {
+        let embedding = if self.head.is_some() { self.embedding.bytes() } else { 0 };
+        self.resident_bytes() - embedding
+    }
+
+    /// Modules and the kernel that each runs on, and why.
+    pub fn kernels(&self) -> Vec<(String, String)> {
+        self.linears().map(|(name, l)| (name, l.describe())).collect()
+    }
+
+    fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let named = |i: usize, name: &str| format!("model.layers.{i}.{name}");
+        let embedding = std::iter::once(("model.embed_tokens".to_string(), &self.embedding));
+        let layers = self.layers.iter().enumerate().flat_map(move |(i, l)| {
+            [
+                (named(i, "self_attn.q_proj"), &l.qkv[0]),
+                (named(i, "self_attn.k_proj"), &l.qkv[1]),
+                (named(i, "self_attn.v_proj"), &l.qkv[2]),
+                (named(i, "self_attn.o_proj"), &l.o),
+                (named(i, "mlp.gate_proj"), &l.gate_up[0]),
+                (named(i, "mlp.up_proj"), &l.gate_up[1]),
+                (named(i, "mlp.down_proj"), &l.down),
+            ]
+        });
+        embedding.chain(layers).chain(self.head.iter().map(|h| ("lm_head".to_string(), h)))
+    }
+}
+
+fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
+    match model.config() {
+        ModelConfig::Llama(config) => Ok(config),
+        ModelConfig::ResNet(_) => Err(RuntimeError::Model {
+            file: model.path().display().to_string(),
+            problem: "expected a language model (llama), got an image model".into(),
+        }),
+    }
+}
+
+fn add(to: &mut [f32], from: &[f32]) {
+    for (a, b) in to.iter_mut().zip(from) {
+        *a += b;
+    }
+}
+
+fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
+    let name = |part: &str| format!("model.layers.{i}.{part}");
+    let get = |part: &str| linear(model, &name(part));
+    Ok(Layer {
+        input_norm: model.read_f32(&name("input_layernorm.weight"))?,
+        qkv: [get("self_attn.q_proj")?, get("self_attn.k_proj")?, get("self_attn.v_proj")?],
+        o: get("self_attn.o_proj")?,
+        post_norm: model.read_f32(&name("post_attention_layernorm.weight"))?,
+        gate_up: [get("mlp.gate_proj")?, get("mlp.up_proj")?],
+        down: get("mlp.down_proj")?,
+    })
+}
+
+fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
+    let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    match model.linear(module)? {
+        LinearWeight::Quantized(q) if q.args.qtype == QuantType::Int4 => {
+            Int4Linear::new(&q).map(Linear::Int4).map_err(quant)
+        }
+        LinearWeight::Quantized(q) => Int8Linear::new(&q).map(Linear::Int8).map_err(quant),
+        LinearWeight::Float { n, k, data } => {
+            let dtype = stored_float(model, module);
+            FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)
+        }
+    }
+}
+
+/// The dtype in which a float weight is stored, so that packing is exact; f32 for what was dequantized.
+fn stored_float(model: &Checkpoint, module: &str) -> FloatType {
+    model
+        .info(&format!("{module}.weight"))
+        .and_then(|info| FloatType::ALL.into_iter().find(|f| f.name() == info.dtype))
+        .unwrap_or(FloatType::F32)
+}

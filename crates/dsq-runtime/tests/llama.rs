@@ -1,0 +1,195 @@
+//! The runtime against transformers' logits, and against itself: cut into calls, with more threads, quantized.
+
+use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, ModelConfig, export_folder};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_runtime::{FinishReason, LlamaRuntime, Logits, Sampler, Sampling, generate};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
+}
+
+fn load(name: &str, threads: usize) -> LlamaRuntime {
+    LlamaRuntime::load(&Checkpoint::open(&golden(name)).unwrap(), threads).unwrap()
+}
+
+fn prompts(name: &str) -> Vec<Vec<u32>> {
+    serde_json::from_slice(&std::fs::read(golden(name).join("tokens.json")).unwrap()).unwrap()
+}
+
+fn logits_of(name: &str, index: usize) -> Vec<f32> {
+    let file = std::fs::read(golden(name).join("logits.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let tensor = tensors.tensor(&format!("logits.{index}")).unwrap();
+    tensor.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+#[test]
+fn logits_equal_transformers() {
+    for name in ["llama_tiny", "llama_tiny_untied"] {
+        let model = load(name, 2);
+        for (i, prompt) in prompts(name).iter().enumerate() {
+            let want = logits_of(name, i);
+            let mut cache = model.new_cache(prompt.len()).unwrap();
+            let got = model.forward(prompt, &mut cache, Logits::All).unwrap();
+            assert_eq!(got.len(), want.len());
+            let largest = want.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            let worst = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+            // The golden logits are themselves up to 2e-5 off their f64 values (README of the vectors); so may ours be.
+            assert!(worst <= 4e-5 && worst <= 1e-4 * largest, "{name} {i}: {worst:e}, largest {largest}");
+        }
+    }
+}
+
+#[test]
+fn c062_c067_calls_threads_and_used_caches_do_not_change_a_bit() {
+    for name in ["llama_tiny", "llama_tiny_untied"] {
+        let prompt = &prompts(name)[1];
+        let model = load(name, 1);
+        let vocab = model.config().vocab_size;
+        let mut cache = model.new_cache(64).unwrap();
+        let whole = model.forward(prompt, &mut cache, Logits::All).unwrap();
+        // Filled up, so that the next call does not fit.
+        model.forward(&prompt[..64 - prompt.len()], &mut cache, Logits::Last).unwrap();
+        for (threads, chunk) in [(1, 1), (2, 1), (3, 7), (2, 16), (2, 39)] {
+            let model = load(name, threads);
+            // The cache has run another sequence before.
+            model.forward(&prompts(name)[0], &mut cache, Logits::Last).unwrap_err();
+            cache.truncate(0);
+            model.forward(&prompts(name)[0], &mut cache, Logits::Last).unwrap();
+            cache.truncate(0);
+            for (i, part) in prompt.chunks(chunk).enumerate() {
+                let got = model.forward(part, &mut cache, Logits::All).unwrap();
+                let want = &whole[i * chunk * vocab..(i * chunk + part.len()) * vocab];
+                assert!(got.iter().zip(want).all(|(a, b)| a == b), "{name}: {threads} threads, chunks of {chunk}");
+            }
+            cache.truncate(30);
+            let got = model.forward(&prompt[30..], &mut cache, Logits::Last).unwrap();
+            assert_eq!(got, whole[whole.len() - vocab..], "from a shared prefix");
+            // Filled up again for the next round.
+            model.forward(&prompt[..64 - prompt.len()], &mut cache, Logits::Last).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_long_prompt_crosses_the_chunks_of_prefill() {
+    let model = load("llama_tiny", 2);
+    let tokens: Vec<u32> = (0..250).map(|i| i * 31 % model.config().vocab_size as u32).collect();
+    let mut cache = model.new_cache(250).unwrap();
+    let whole = model.forward(&tokens, &mut cache, Logits::All).unwrap();
+    cache.truncate(0);
+    let mut single = Vec::new();
+    for id in &tokens {
+        single.extend(model.forward(&[*id], &mut cache, Logits::Last).unwrap());
+    }
+    assert!(whole.iter().zip(&single).all(|(a, b)| a == b));
+    cache.truncate(0);
+    assert_eq!(model.forward(&tokens, &mut cache, Logits::Last).unwrap(), single[249 * 128..]);
+}
+
+#[test]
+fn c062_positions_beyond_the_table_are_refused_by_number() {
+    let model = load("llama_tiny", 1);
+    let limit = model.config().max_position_embeddings;
+    let e = model.new_cache(limit + 1).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains(&limit.to_string()), "{e}");
+    assert!(e.to_string().contains(&(limit + 1).to_string()), "{e}");
+    let mut cache = model.new_cache(64).unwrap();
+    let prompt = vec![5u32; 65];
+    let e = model.forward(&prompt, &mut cache, Logits::Last).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("64") && e.to_string().contains("65"), "{e}");
+    model.forward(&prompt[..60], &mut cache, Logits::Last).unwrap();
+    assert!(model.forward(&prompt[..10], &mut cache, Logits::Last).is_err());
+    assert_eq!(cache.len(), 60, "a refused call leaves the cache as it was");
+    let mut greedy = Sampler::new(Sampling::default()).unwrap();
+    let mut all = |_| ControlFlow::Continue(());
+    let e = generate(&model, &mut cache, &prompt, 10, 128, &mut greedy, &mut all).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("64") && e.to_string().contains("65"), "{e}");
+    // 63 positions and the one of the last token that is fed back.
+    let out = generate(&model, &mut cache, &prompt[..63], 10, 128, &mut greedy, &mut all).unwrap();
+    assert_eq!((out.finish, out.tokens.len()), (FinishReason::Length, 2));
+}
+
+#[test]
+fn inputs_that_cannot_be_run_are_errors() {
+    let model = load("llama_tiny", 1);
+    let mut cache = model.new_cache(8).unwrap();
+    let too_large = model.config().vocab_size as u32;
+    for tokens in [&[][..], &[too_large], &[u32::MAX]] {
+        assert_eq!(model.forward(tokens, &mut cache, Logits::Last).unwrap_err().exit_code(), 2);
+    }
+}
+
+#[test]
+fn c076_rows_that_the_tokenizer_does_not_know_are_never_chosen() {
+    let model = load("llama_tiny", 1);
+    let mut cache = model.new_cache(16).unwrap();
+    let prompt = [3u32, 4, 5];
+    let logits = model.forward(&prompt, &mut cache, Logits::Last).unwrap();
+    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+    let mut greedy = Sampler::new(Sampling::default()).unwrap();
+    let mut all = |_| ControlFlow::Continue(());
+    let out = generate(&model, &mut cache, &prompt, 1, best, &mut greedy, &mut all).unwrap();
+    assert!((out.tokens[0] as usize) < best, "row {best} is masked");
+    let out = generate(&model, &mut cache, &prompt, 1, best + 1, &mut greedy, &mut all).unwrap();
+    assert_eq!(out.tokens, [best as u32]);
+}
+
+/// Exports `name` with its linears quantized, and with the same grid values in float.
+fn export_pair(name: &str, args: QuantArgs) -> (tempfile::TempDir, LlamaRuntime, LlamaRuntime) {
+    let model = Checkpoint::open(&golden(name)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (mut packed, mut float) = (Vec::new(), Vec::new());
+    for tensor in model.names() {
+        let shape = model.info(&tensor).unwrap().shape.clone();
+        let data = model.read_f32(&tensor).unwrap();
+        let module = tensor.strip_suffix(".weight").unwrap_or(&tensor).to_string();
+        let keep =
+            |data| ExportTensor::Float { name: tensor.clone(), shape: shape.clone(), data, dtype: FloatType::F32 };
+        if !module.ends_with("_proj") {
+            float.push(keep(data.clone()));
+            packed.push(keep(data));
+            continue;
+        }
+        let LinearWeight::Float { n, k, data } = model.linear(&module).unwrap() else { panic!("a float model") };
+        let matrix = QuantizedMatrix::quantize(&data, n, k, args).unwrap();
+        float.push(keep(matrix.dequantize()));
+        packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None });
+    }
+    let scheme =
+        QuantConfig::new(QuantScheme { weights: args, activations: None }, &["lm_head".into(), "embed_tokens".into()])
+            .unwrap();
+    export_folder(&dir.path().join("packed"), model.config(), packed, Some(&scheme), Vec::new(), false).unwrap();
+    export_folder(&dir.path().join("float"), model.config(), float, None, Vec::new(), false).unwrap();
+    let [packed, float] =
+        ["packed", "float"].map(|d| LlamaRuntime::load(&Checkpoint::open(&dir.path().join(d)).unwrap(), 2).unwrap());
+    (dir, packed, float)
+}
+
+#[test]
+fn packed_weights_give_the_logits_of_their_dequantized_values() {
+    assert!(matches!(Checkpoint::open(&golden("llama_tiny")).unwrap().config(), ModelConfig::Llama(_)));
+    for name in ["llama_tiny", "llama_tiny_untied"] {
+        for granularity in [Granularity::PerGroup(32), Granularity::PerChannel, Granularity::PerTensor] {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                let args = QuantArgs { mapping, ..QuantArgs::int4(granularity, FloatType::F16) };
+                let (_dir, packed, float) = export_pair(name, args);
+                assert!(packed.kernels().iter().any(|(_, k)| k.contains("int4")), "{:?}", packed.kernels());
+                assert!(packed.resident_bytes() < float.resident_bytes());
+                let prompt = &prompts(name)[1];
+                let run =
+                    |m: &LlamaRuntime| m.forward(prompt, &mut m.new_cache(prompt.len()).unwrap(), Logits::All).unwrap();
+                let (a, b) = (run(&packed), run(&float));
+                let largest = b.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+                let worst = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+                // The same real numbers with other roundings: as far apart as the f32 model is from f64.
+                assert!(
+                    worst <= 4e-5 && worst > 0.0 || worst == 0.0 && largest == 0.0,
+                    "{name}: {worst:e} of {largest}"
+                );
+            }
+        }
+    }
+}
