@@ -24,4 +24,4 @@ pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, che
 pub use quantization::{QuantizationConfig, QuantizationGroup};
 pub use safetensors::SafetensorsFile;
 pub use tensor::{ConversionLoss, Dtype, NamedTensor, TensorData, TensorInfo, conversion_loss};
-pub use write::{FolderWriter, check_output, write_atomic, write_safetensors};
+pub use write::{FolderWriter, check_output, check_space, write_atomic, write_safetensors};

@@ -250,8 +250,12 @@ fn check_replaceable(out: &Path, overwrite: bool) -> Result<bool, CheckpointErro
     }
 }
 
+/// Compares the free space of the file system that holds `dir` with `needed` bytes, before work starts.
+///
+/// # Errors
+/// [`CheckpointError::NoSpace`] with both numbers.
 #[cfg(unix)]
-fn check_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
+pub fn check_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
     let stat = rustix::fs::statvfs(dir).map_err(|e| CheckpointError::io(dir, "ask for free space", e.into()))?;
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
     if free < needed {
@@ -260,8 +264,9 @@ fn check_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
     Ok(())
 }
 
+/// As on Unix, but free space is unknown here: always succeeds.
 #[cfg(not(unix))]
-fn check_space(_: &Path, _: u64) -> Result<(), CheckpointError> {
+pub fn check_space(_: &Path, _: u64) -> Result<(), CheckpointError> {
     Ok(())
 }
 

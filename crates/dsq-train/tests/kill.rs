@@ -116,3 +116,40 @@ fn c082_f093_kill_at_random_moments_then_resume() {
     }
     assert!(kills >= 6, "{kills} kills: the delays are too long to test anything");
 }
+
+/// The checkpoints of the QAT phase also hold the float result. With a limit on the size of files between the two,
+/// the disk is full, as far as the process can tell, at the first of them.
+#[test]
+#[cfg(unix)]
+fn c090_f091_a_failing_save_keeps_the_last_checkpoint_and_resumes() {
+    let straight = tempfile::tempdir().unwrap();
+    let want = train(straight.path());
+    let dir = tempfile::tempdir().unwrap();
+    let limited = |blocks: Option<usize>| {
+        let limit = blocks.map_or(String::new(), |b| format!("trap '' XFSZ; ulimit -f {b}; "));
+        Command::new("sh")
+            .args([
+                "-c",
+                &format!("{limit}exec \"$0\" --exact c082_f093_kill_at_random_moments_then_resume --nocapture"),
+            ])
+            .arg(std::env::current_exe().unwrap())
+            .env(ROLE, dir.path())
+            .output()
+            .unwrap()
+    };
+    // 2,480 weights: three copies are 29,760 bytes and a header, four 39,680; blocks of 512 bytes.
+    let out = limited(Some(76));
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && text.contains("Io {") && text.contains("tensors.safetensors"), "{text}");
+    let names = |d: &Path| -> Vec<String> {
+        let mut names: Vec<String> =
+            std::fs::read_dir(d).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    };
+    // Step 30 ends the float phase, its moments are gone: two copies. Step 31 has four.
+    assert_eq!(names(&dir.path().join("checkpoints")), ["step-00000029", "step-00000030"], "no temporary is left");
+    let out = limited(None);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(std::fs::read(dir.path().join("weights.bin")).unwrap() == want);
+}

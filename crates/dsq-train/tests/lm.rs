@@ -296,3 +296,14 @@ fn f087_settings_that_cannot_work_are_refused_by_name() {
     assert!(run_on(&text(16)).contains("more than 16 tokens"));
     assert!(run_on(&[vec![64], text(400)].concat()).contains("64 at token 0"));
 }
+
+#[test]
+fn c090_f092_too_little_room_is_refused_before_any_work() {
+    let dir = tempfile::tempdir().unwrap();
+    // 2^38 weights: their checkpoints fit no disk of today, and neither would the model fit memory.
+    let huge = LlamaConfig { hidden_size: 1 << 17, vocab_size: 1 << 21, ..model() };
+    let mut run = RunDir::open(dir.path(), &serde_json::json!({}), false, false).unwrap();
+    let e = train_lm(&huge, &text(400), &settings(), &quant(), &mut run, &mut |_| Control::Continue).unwrap_err();
+    assert_eq!(e.exit_code(), 4, "{e}");
+    assert!(e.to_string().contains("free"), "{e}");
+}

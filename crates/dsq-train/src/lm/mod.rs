@@ -10,7 +10,7 @@ use crate::adamw::{AdamW, NamedGradients};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::tensor::Device;
 use data::Windows;
-use dsq_checkpoint::LlamaConfig;
+use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::Llama;
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use serde::{Deserialize, Serialize};
@@ -110,6 +110,7 @@ pub fn train_lm(
         let expected = format!("tokens below vocab_size = {}", model.vocab_size);
         return Err(TrainError::Setting { field: "data.train".into(), expected, got: format!("{t} at token {at}") });
     }
+    check_space(model, config, run)?;
     let mut lm = Trainer::start(model, config, quant, run)?;
     while lm.phase != Phase::Done {
         lm.run_phase(tokens, run, on_step)?;
@@ -335,6 +336,18 @@ impl<'a> Trainer<'a> {
         let state = State { phase: self.phase, phase_step: self.phase_step };
         Snapshot { step: step as u64, tensors, state: json!(state) }
     }
+}
+
+/// Whether the checkpoints to come have room: three at the worst moment (two kept, one being written), each with the
+/// weights, two moments, and the results of the phases that are over.
+fn check_space(model: &LlamaConfig, config: &LmTrainConfig, run: &RunDir) -> Result<(), TrainError> {
+    let matrices = ModelConfig::Llama(model.clone()).linears();
+    let weights: u64 = matrices.iter().map(|l| l.n() as u64 * l.k() as u64).sum::<u64>()
+        + model.vocab_size as u64 * model.hidden_size as u64
+        + (2 * model.num_hidden_layers as u64 + 1) * model.hidden_size as u64;
+    let copies = if config.float_equal_tokens { 6 } else { 5 };
+    let missing = 3u64.saturating_sub(run.steps()?.len() as u64);
+    Ok(dsq_checkpoint::check_space(run.path(), missing * copies * 4 * weights)?)
 }
 
 fn device() -> Device {
