@@ -74,7 +74,7 @@ macro_rules! from_library {
         }
     )*};
 }
-from_library!(dsq_checkpoint::CheckpointError, dsq_runtime::RuntimeError);
+from_library!(dsq_checkpoint::CheckpointError, dsq_eval::EvalError, dsq_runtime::RuntimeError);
 
 #[cfg(test)]
 mod tests {

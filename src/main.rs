@@ -4,6 +4,7 @@
 mod commands;
 mod error;
 mod output;
+mod regress;
 
 use clap::{Parser, Subcommand};
 use error::CliError;
