@@ -13,8 +13,7 @@ use std::collections::BTreeMap;
 
 /// What the digests are called in reports: codes, scales, zero points, static activation parameters, and every tensor
 /// that is stored in float.
-pub const DIGESTS: [&str; 5] =
-    ["codes_sha256", "scales_sha256", "zeros_sha256", "activations_sha256", "floats_sha256"];
+pub const DIGESTS: [&str; 5] = ["codes_sha256", "scales_sha256", "zeros_sha256", "activations_sha256", "floats_sha256"];
 
 /// A digest over parts in the order they come, with a digest of each part.
 #[derive(Default)]
@@ -118,7 +117,8 @@ pub fn requantize(
         let source = weights(&spec.module)?;
         let again = QuantizedMatrix::quantize(&source, stored.n, stored.k, stored.args)
             .map_err(|e| CliError::new(6, format!("{}: {}: {e}", export.path().display(), spec.module)))?;
-        let scale_bits = |q: &QuantizedMatrix| -> Vec<i64> { q.scales.iter().map(|s| i64::from(s.to_bits())).collect() };
+        let scale_bits =
+            |q: &QuantizedMatrix| -> Vec<i64> { q.scales.iter().map(|s| i64::from(s.to_bits())).collect() };
         let widen = |v: &[i8]| -> Vec<i64> { v.iter().map(|q| i64::from(*q)).collect() };
         for (what, a, b) in [
             ("scale", scale_bits(&stored), scale_bits(&again)),

@@ -33,7 +33,10 @@ pub(super) fn schemes() -> Vec<(&'static str, QuantArgs)> {
         ("w4_channel_f32", QuantArgs::int4(Granularity::PerChannel, FloatType::F32)),
         ("w4_g32_asym_f32", asymmetric(FloatType::F32)),
         ("w4_g32_asym_bf16", asymmetric(FloatType::Bf16)),
-        ("w8_channel_f32", QuantArgs { qtype: QuantType::Int8, ..QuantArgs::int4(Granularity::PerChannel, FloatType::F32) }),
+        (
+            "w8_channel_f32",
+            QuantArgs { qtype: QuantType::Int8, ..QuantArgs::int4(Granularity::PerChannel, FloatType::F32) },
+        ),
     ]
 }
 
@@ -60,7 +63,8 @@ fn config() -> LlamaConfig {
 
 /// SplitMix64 of two numbers: the source of everything below.
 fn mix(stream: u64, i: u64) -> u64 {
-    let mut z = stream.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(i.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut z =
+        stream.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(i.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
@@ -118,7 +122,11 @@ pub(super) fn module_weights(module: &str) -> ModuleWeights {
 fn other(name: &str, shape: &[usize]) -> Vec<f32> {
     let len = shape.iter().product();
     let stream = name.bytes().fold(7u64, |h, b| h.wrapping_mul(131).wrapping_add(u64::from(b)));
-    if name.contains("norm") { values(stream, len).iter().map(|x| 1.0 + x).collect() } else { values(stream, len).iter().map(|x| 4.0 * x).collect() }
+    if name.contains("norm") {
+        values(stream, len).iter().map(|x| 1.0 + x).collect()
+    } else {
+        values(stream, len).iter().map(|x| 4.0 * x).collect()
+    }
 }
 
 /// The fixed tokens.

@@ -3,6 +3,6 @@
 
 pub mod digest;
 pub mod fixed;
-pub mod recipe;
 #[cfg(test)]
 mod planted;
+pub mod recipe;

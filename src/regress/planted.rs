@@ -95,7 +95,10 @@ fn a_dropped_zero_point_is_red() {
         // Every zero point of the layer becomes 0, which is stored as 8.
         let red = red(row, |folder| edit(folder, &format!("{MODULE}.weight_zero_point"), |b| b.fill(0x88)));
         let metrics = metrics(row, &red);
-        assert!(metrics.is_superset(&BTreeSet::from(["zeros_sha256", "requantize_mismatches", "perplexity"])), "{red:?}");
+        assert!(
+            metrics.is_superset(&BTreeSet::from(["zeros_sha256", "requantize_mismatches", "perplexity"])),
+            "{red:?}"
+        );
         assert!(!metrics.contains("codes_sha256") && !metrics.contains("scales_sha256"), "{red:?}");
     }
 }
@@ -129,19 +132,20 @@ fn a_zero_point_tensor_that_is_gone_ends_the_run() {
 #[test]
 fn c010_rounding_half_away_from_zero_is_red() {
     let ModuleWeights { n, k, data } = fixed::module_weights(MODULE);
-    for (row, args) in fixed::schemes().into_iter().filter(|(_, a)| a.qtype.bits() == 4 && a.granularity != Granularity::PerChannel) {
+    for (row, args) in
+        fixed::schemes().into_iter().filter(|(_, a)| a.qtype.bits() == 4 && a.granularity != Granularity::PerChannel)
+    {
         let q = QuantizedMatrix::quantize(&data, n, k, args).unwrap();
         let away = half_away(&data, &q, args);
         let changed = away.iter().zip(&q.codes).filter(|(a, b)| a != b).count();
         assert!(changed > 0, "{row}: no tie in the weights");
         let red = red(row, |folder| {
-            let words: Vec<u8> =
-                away.chunks(k).flat_map(|r| pack_i32(r, 4)).flat_map(|w| w.to_le_bytes()).collect();
+            let words: Vec<u8> = away.chunks(k).flat_map(|r| pack_i32(r, 4)).flat_map(|w| w.to_le_bytes()).collect();
             edit(folder, &format!("{MODULE}.weight_packed"), |b| b.copy_from_slice(&words));
         });
         assert!(metrics(row, &red).is_superset(&BTreeSet::from(["codes_sha256", "requantize_mismatches"])), "{red:?}");
         let note = &red.iter().find(|r| r.1 == "requantize_mismatches").unwrap().2;
-        assert_eq!(note, &format!("expected 0, got {changed}"));
+        assert_eq!(note, &format!("expected at most 0, got {changed}"));
     }
 }
 

@@ -8,7 +8,8 @@ use dsq_eval::Report;
 use std::path::Path;
 
 /// Trains `recipe` in the run folder `dir` and measures it. The row `exported` gets the digests and
-/// `requantize_mismatches`.
+/// `requantize_mismatches`, and of a language model `graph_difference`: how far its perplexity is from that of the training
+/// graph, relative.
 ///
 /// # Errors
 /// What training refuses; exit code 3 for a run folder without the export or the weights it was made from.
@@ -25,6 +26,11 @@ pub fn measure(recipe: &Recipe, dir: &Path, global: &Global) -> Result<Report, C
     let mut row = row.number("requantize_mismatches", check.mismatches as f64);
     if let Some(first) = check.first {
         row = row.text("first_mismatch", first);
+    }
+    // The runtime runs the export; the training graph is where its codes came from. They must be the same model.
+    let graph = report.row("qat").and_then(|r| r.get("perplexity"));
+    if let Some((exported, graph)) = row.get("perplexity").zip(graph) {
+        row.set("graph_difference", (exported / graph - 1.0).abs());
     }
     report.rows.insert(at, row);
     Ok(report)
