@@ -11,7 +11,8 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let quick = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap();
+        let quick =
+            std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap();
         let fixed = &quick[quick.find("[fixed.tolerance]").unwrap()..quick.find("[[recipe]]").unwrap()];
         std::fs::create_dir(dir.path().join("regression")).unwrap();
         std::fs::write(dir.path().join("regression/tiny.toml"), fixed).unwrap();
@@ -23,12 +24,7 @@ impl Bench {
     }
 
     fn run(&self, args: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_dsq"))
-            .current_dir(self.dir.path())
-            .arg("regress")
-            .args(args)
-            .output()
-            .unwrap()
+        Command::new(env!("CARGO_BIN_EXE_dsq")).current_dir(self.dir.path()).arg("regress").args(args).output().unwrap()
     }
 
     /// Runs and checks the exit code; stdout and stderr.
@@ -71,7 +67,10 @@ fn bless_pass_red_and_bless_again() {
     let red: Vec<&serde_json::Value> =
         json["rows"].as_array().unwrap().iter().filter(|r| r["verdict"] == "regressed").collect();
     assert_eq!(red.len(), 1);
-    assert!(red[0]["name"].as_str().unwrap().starts_with("fixed/w4_") && red[0]["name"].as_str().unwrap().ends_with("/scales_sha256"));
+    assert!(
+        red[0]["name"].as_str().unwrap().starts_with("fixed/w4_")
+            && red[0]["name"].as_str().unwrap().ends_with("/scales_sha256")
+    );
     assert_eq!(json["failed"], true);
     assert_eq!(std::fs::read_to_string(&report).unwrap().trim(), out.trim());
 
