@@ -116,6 +116,10 @@ fn print(outcome: &Outcome) {
              tolerances and the fixed-input checks decide here",
         );
     }
+    // Again at the end, where the eye lands: what fell.
+    for c in outcome.checks.iter().filter(|c| c.verdict.fails() && outcome.blessed.is_empty()) {
+        output::line(format!("{}: {}/{}/{}: {}", c.verdict.name(), c.recipe, c.row, c.metric, c.note));
+    }
     for baseline in &outcome.blessed {
         output::line(format!("wrote {}", baseline.path.display()));
     }

@@ -61,6 +61,7 @@ fn bless_pass_red_and_bless_again() {
     let (out, _) = b.expect(&["tiny"], 1);
     let red: Vec<&str> = out.lines().filter(|l| l.contains("regressed") && l.starts_with("fixed")).collect();
     assert!(red.len() == 1 && red[0].contains("scales_sha256"), "{out}");
+    assert!(out.contains("\nregressed: fixed/w4_g32_f32/scales_sha256: differs"), "{out}");
     let report = b.dir.path().join("report.json");
     let (out, _) = b.expect(&["tiny", "--json", "--report", report.to_str().unwrap()], 1);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
