@@ -5,7 +5,7 @@ use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_atomic, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
-use dsq_runtime::{LlamaRuntime, Logits, TextTokenizer};
+use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -178,7 +178,7 @@ fn evaluate(
 
 /// Logits `[len, vocab]` of a sequence from an empty cache.
 fn forward(runtime: &LlamaRuntime, tokens: &[u32]) -> Result<Vec<f32>, CliError> {
-    let mut cache = runtime.new_cache(tokens.len());
+    let mut cache = runtime.new_cache(tokens.len())?;
     Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
 }
 
@@ -222,7 +222,7 @@ fn read_texts(files: &[PathBuf], model: &Side) -> Result<Vec<Vec<u32>>, CliError
             let at = e.utf8_error().valid_up_to();
             CliError::new(3, format!("{}: byte {at}: expected UTF-8 text, got something else", file.display()))
         })?;
-        let ids = tokenizer.encode(&text, false)?;
+        let ids = tokenizer.encode(&text, Specials::AsText)?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= model.vocab) {
             let name = model.checkpoint.path().display();
             return Err(CliError::new(

@@ -196,7 +196,7 @@ pub fn measure(dir: &Path, threads: usize, exported: &mut dyn FnMut(&str, &Path)
     let modules: Vec<String> = float.config().linears().into_iter().map(|l| l.module).collect();
     let reference = LlamaRuntime::load(&float, threads)?;
     let logits = |runtime: &LlamaRuntime, window: &[u32]| -> Result<Vec<f32>, CliError> {
-        let mut cache = runtime.new_cache(window.len());
+        let mut cache = runtime.new_cache(window.len())?;
         Ok(runtime.forward(window, &mut cache, Logits::All)?)
     };
     let mut report = Report::new("fixed").about("recipe_sha256", identity()).about("seed", 0);
