@@ -1,7 +1,7 @@
 //! `dsq regress`: runs a suite, compares with the committed baselines, prints the verdicts; or makes new baselines.
 //! Exit code 1 when a check fell or is missing, 3 when a baseline cannot be used.
 
-use crate::{Global, error::CliError, output, recipe::Recipe, regress};
+use crate::{Global, error::CliError, output, regress};
 use dsq_checkpoint::write_atomic;
 use dsq_eval::{Check, Hardware, Identity, Job, Outcome, Report, Suite, Verdict, run_suite};
 use std::path::{Path, PathBuf};
@@ -42,16 +42,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         reason,
         &mut |job| match job {
             Job::Fixed => Ok(Identity { recipe_sha256: regress::fixed::identity(), seed: 0 }),
-            Job::Recipe(r) => {
-                let recipe = Recipe::load(&r.path, &r.set)?;
-                Ok(Identity { recipe_sha256: recipe.digest(), seed: recipe.seed })
-            }
+            Job::Recipe(r) => Err(no_training(&r.path)),
         },
         &mut |job| {
             let dir = folder.join(job.name());
             match job {
                 Job::Fixed => regress::fixed::measure(&dir, global.threads(), &mut |_, _| {}),
-                Job::Recipe(r) => regress::recipe::measure(&Recipe::load(&r.path, &r.set)?, &dir, global),
+                Job::Recipe(r) => Err(no_training(&r.path)),
             }
         },
     )?;
@@ -81,6 +78,10 @@ fn suite_path(suite: &Path) -> PathBuf {
     } else {
         suite.into()
     }
+}
+
+fn no_training(recipe: &Path) -> CliError {
+    CliError::usage(format!("{}: this build does not train yet; expected a suite of fixed inputs", recipe.display()))
 }
 
 /// The checks as rows; the measurements behind them under `measured`.

@@ -5,4 +5,3 @@ pub mod digest;
 pub mod fixed;
 #[cfg(test)]
 mod planted;
-pub mod recipe;
