@@ -74,7 +74,7 @@ macro_rules! from_library {
         }
     )*};
 }
-from_library!(dsq_checkpoint::CheckpointError, dsq_eval::EvalError, dsq_runtime::RuntimeError);
+from_library!(dsq_checkpoint::CheckpointError, dsq_eval::EvalError, dsq_runtime::RuntimeError, dsq_train::TrainError,);
 
 #[cfg(test)]
 mod tests {

@@ -3,8 +3,10 @@
 
 mod commands;
 mod error;
+mod jobs;
 mod output;
-mod regress;
+mod plot;
+mod recipe;
 
 use clap::{Parser, Subcommand};
 use error::CliError;
@@ -38,6 +40,11 @@ impl Global {
     /// The number of worker threads to use.
     pub fn threads(&self) -> usize {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// Sets the number of threads of the process-wide pool (training and kernels use it). The first call decides.
+    pub fn use_threads(&self) {
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(self.threads()).build_global();
     }
 
     fn check(&self) -> Result<(), CliError> {

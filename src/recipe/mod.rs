@@ -4,7 +4,9 @@
 mod reader;
 
 use crate::error::CliError;
+use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme};
+use dsq_train::LmPhase;
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -27,27 +29,6 @@ pub struct Recipe {
 pub enum Job {
     /// A Llama-like language model.
     Lm(Box<LmJob>),
-    /// A ResNet with BatchNorm.
-    Cnn(Box<CnnJob>),
-}
-
-/// One phase of training a language model.
-#[derive(Debug, Clone, Serialize)]
-pub struct LmPhase {
-    /// Optimizer steps.
-    pub steps: usize,
-    /// Sequences in a step.
-    pub batch_size: usize,
-    /// Tokens in a sequence.
-    pub seq_len: usize,
-    /// Peak learning rate.
-    pub learning_rate: f64,
-    /// Steps of linear warm-up; then cosine to a tenth of the peak.
-    pub warmup_steps: usize,
-    /// AdamW weight decay of matrices (norms have none).
-    pub weight_decay: f64,
-    /// Largest global gradient norm.
-    pub grad_clip: f64,
 }
 
 /// A file that a recipe names. Its content, not its place, belongs to the recipe's digest.
@@ -64,7 +45,8 @@ pub struct DataFile {
 #[derive(Debug, Clone, Serialize)]
 pub struct LmJob {
     /// The architecture.
-    pub model: dsq_checkpoint::LlamaConfig,
+    #[serde(serialize_with = "as_config_json")]
+    pub model: LlamaConfig,
     /// UTF-8 text to train on.
     pub train_text: DataFile,
     /// UTF-8 text that is never trained on.
@@ -85,15 +67,6 @@ pub struct LmJob {
     pub eval_context: usize,
     /// Most held-out tokens to evaluate on.
     pub eval_tokens: usize,
-}
-
-/// The image-classification job.
-#[derive(Debug, Clone, Serialize)]
-pub struct CnnJob {
-    /// Settings of the training crate.
-    pub train: dsq_train::CnnTrainConfig,
-    /// The grid.
-    pub quant: QuantSettings,
 }
 
 /// The scheme and what it leaves in float.
@@ -131,9 +104,8 @@ impl Recipe {
             }
             let seed = root.integer("seed", 0..=i64::MAX, Some(1))? as u64;
             let mut model = root.table("model")?;
-            let job = match model.choice("architecture", &[("llama", true), ("resnet", false)], None)? {
-                true => Job::Lm(Box::new(read_lm(root, model)?)),
-                false => Job::Cnn(Box::new(read_cnn(root, model)?)),
+            let job = match model.choice("architecture", &[("llama", ())], None)? {
+                () => Job::Lm(Box::new(read_lm(root, model)?)),
             };
             Ok(Self { name, seed, job })
         })
@@ -144,6 +116,10 @@ impl Recipe {
         let text = serde_json::to_string(self).unwrap_or_default();
         format!("{:x}", Sha256::digest(text.as_bytes()))
     }
+}
+
+fn as_config_json<S: serde::Serializer>(config: &LlamaConfig, serializer: S) -> Result<S::Ok, S::Error> {
+    ModelConfig::Llama(config.clone()).to_json().serialize(serializer)
 }
 
 fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
@@ -199,7 +175,7 @@ fn data_file(section: &mut Section, key: &'static str) -> Result<DataFile, CliEr
     Ok(DataFile { sha256: format!("{:x}", Sha256::digest(&bytes)), path })
 }
 
-fn read_llama(mut model: Section) -> Result<dsq_checkpoint::LlamaConfig, CliError> {
+fn read_llama(mut model: Section) -> Result<LlamaConfig, CliError> {
     let hidden_size = model.count("hidden_size", 2..=65_536, None)?;
     let heads = model.count("num_attention_heads", 1..=1024, None)?;
     let kv_heads = model.count("num_key_value_heads", 1..=1024, Some(heads as i64))?;
@@ -212,7 +188,7 @@ fn read_llama(mut model: Section) -> Result<dsq_checkpoint::LlamaConfig, CliErro
     if !head_dim.is_multiple_of(2) {
         return Err(model.error(format!("head_dim: expected an even number, got {head_dim}")));
     }
-    let config = dsq_checkpoint::LlamaConfig {
+    let config = LlamaConfig {
         hidden_size,
         intermediate_size: model.count("intermediate_size", 1..=1_048_576, None)?,
         num_hidden_layers: model.count("num_hidden_layers", 1..=1024, None)?,
@@ -224,17 +200,16 @@ fn read_llama(mut model: Section) -> Result<dsq_checkpoint::LlamaConfig, CliErro
         rms_norm_eps: model.number("rms_norm_eps", 1e-12..=1.0, Some(1e-5))? as f32,
         rope_theta: model.number("rope_theta", 1.0..=1e12, Some(10_000.0))? as f32,
         tie_word_embeddings: model.boolean("tie_word_embeddings", true)?,
-        ..Default::default()
+        model_type: "llama".into(),
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        pad_token_id: None,
     };
     model.finish()?;
     Ok(config)
 }
 
-fn read_phase(
-    section: &mut Section,
-    model: &dsq_checkpoint::LlamaConfig,
-    float: Option<&LmPhase>,
-) -> Result<LmPhase, CliError> {
+fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase>) -> Result<LmPhase, CliError> {
     let steps = section.count("steps", 1..=100_000_000, None)?;
     let default = |f: fn(&LmPhase) -> usize, otherwise: i64| Some(float.map_or(otherwise, |p| f(p) as i64));
     let longest = model.max_position_embeddings as i64;

@@ -2,4 +2,3 @@
 
 mod architecture;
 mod model_files;
-mod regress;
