@@ -7,6 +7,7 @@ mod jobs;
 mod output;
 mod plot;
 mod recipe;
+mod regress;
 
 use clap::{Parser, Subcommand};
 use error::CliError;

@@ -1,12 +1,272 @@
-//! `dsq eval`.
+//! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
+//! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
-use crate::{Global, error::CliError};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_atomic, write_safetensors};
+use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
+use dsq_quant::FloatType;
+use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
+use std::path::{Path, PathBuf};
+
+/// Window length when neither the option nor the model's own limit asks for less.
+const DEFAULT_CONTEXT: usize = 512;
 
 /// Options of `dsq eval`.
 #[derive(clap::Args, Debug)]
-pub struct Args {}
+pub struct Args {
+    /// The model: a folder (float or compressed-tensors) or a GGUF file.
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// A model to measure KL divergence and agreement against, of the same vocabulary; mostly the float original.
+    #[arg(long, value_name = "MODEL")]
+    reference: Option<PathBuf>,
+    /// Held-out text, UTF-8; each file is tokenized alone and starts a new window. May be given again.
+    #[arg(long, value_name = "FILE")]
+    text: Vec<PathBuf>,
+    /// Token ids instead of text: a JSON list of lists, each of which starts a new window.
+    #[arg(long, value_name = "FILE", conflicts_with = "text")]
+    tokens_file: Option<PathBuf>,
+    /// Tokens in a window; windows do not overlap [default: 512 or the model's limit, whichever is less].
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Stop after this many tokens of input.
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// Also write the report to this file, as JSON.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Also write the model's logits for each list of --tokens-file, run as one sequence: `logits.0`, `logits.1`...,
+    /// F32 [len, vocab], safetensors.
+    #[arg(long, value_name = "FILE", requires = "tokens_file")]
+    logits_out: Option<PathBuf>,
+}
 
 /// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<u8, CliError> {
-    Err(CliError::usage("eval: this command is being built"))
+pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if args.text.is_empty() && args.tokens_file.is_none() {
+        return Err(CliError::usage("--text: expected a file of held-out text, got none").with_hint(
+            "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) or --tokens-file IDS.json",
+        ));
+    }
+    let model = Side::open(&args.model)?;
+    let reference = args.reference.as_deref().map(Side::open).transpose()?;
+    if let Some(r) = &reference
+        && r.vocab != model.vocab
+    {
+        return Err(CliError::new(
+            3,
+            format!(
+                "{}: vocab_size: cannot be the reference of {}; expected {}, got {}",
+                r.checkpoint.path().display(),
+                model.checkpoint.path().display(),
+                model.vocab,
+                r.vocab
+            ),
+        ));
+    }
+    let limit = reference.iter().map(|r| r.limit).fold(model.limit, usize::min);
+    let context = match args.context {
+        None => DEFAULT_CONTEXT.min(limit),
+        Some(n) if (2..=limit).contains(&n) => n,
+        Some(n) => {
+            return Err(CliError::usage(format!("--context: expected 2 to {limit} (the model's positions), got {n}")));
+        }
+    };
+    let mut documents = match &args.tokens_file {
+        Some(file) => read_ids(file, model.vocab)?,
+        None => read_texts(&args.text, &model)?,
+    };
+    if let Some(max) = args.max_tokens {
+        truncate(&mut documents, max);
+    }
+    if documents.iter().all(|d| d.len() < 2) {
+        return Err(CliError::new(3, "held-out text: expected at least 2 tokens, got fewer")
+            .with_hint("give a longer --text or a larger --max-tokens"));
+    }
+    let threads = global.threads();
+    let runtime = LlamaRuntime::load(&model.checkpoint, threads)?;
+    if let Some(file) = &args.logits_out {
+        write_logits(file, &runtime, &documents, model.limit)?;
+    }
+    let reference_runtime = reference.as_ref().map(|r| LlamaRuntime::load(&r.checkpoint, threads)).transpose()?;
+    let start = std::time::Instant::now();
+    let measured = evaluate(&documents, context, &runtime, reference_runtime.as_ref(), global.json)?;
+    let mut report = Report::new("eval")
+        .about("model", args.model.display().to_string())
+        .about("context", context)
+        .about("windows", measured.samples.blocks())
+        .about("seconds", start.elapsed().as_secs_f64());
+    let row = Row::new("model")
+        .text_metrics(&measured)
+        .maybe("perplexity_difference", measured.perplexity_difference.as_ref());
+    report.rows.push(row.number("resident_bytes", runtime.resident_bytes() as f64));
+    if let (Some(path), Some(r)) = (&args.reference, &reference_runtime) {
+        report = report.about("reference", path.display().to_string());
+        let row = Row::new("reference").maybe("perplexity", measured.reference_perplexity.as_ref());
+        let row = row.number("tokens", measured.tokens as f64).number("resident_bytes", r.resident_bytes() as f64);
+        report.rows.push(row);
+    }
+    if let Some(out) = &args.out {
+        write_atomic(out, format!("{}\n", report.to_json()).as_bytes())?;
+    }
+    if global.json {
+        output::line(report.to_json());
+    } else {
+        output::line(report.table());
+        output::line(format!(
+            "{} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows",
+            measured.tokens,
+            measured.samples.blocks()
+        ));
+    }
+    Ok(0)
+}
+
+/// A model that was opened and not yet loaded.
+struct Side {
+    checkpoint: Checkpoint,
+    vocab: usize,
+    limit: usize,
+}
+
+impl Side {
+    fn open(path: &Path) -> Result<Self, CliError> {
+        let checkpoint = Checkpoint::open(path)?;
+        match checkpoint.config() {
+            ModelConfig::Llama(c) => {
+                let (vocab, limit) = (c.vocab_size, c.max_position_embeddings);
+                Ok(Self { checkpoint, vocab, limit })
+            }
+            ModelConfig::ResNet(_) => Err(CliError::usage(format!(
+                "{}: model_type: dsq eval measures language models here; expected llama, got dsq_resnet",
+                path.display()
+            ))),
+        }
+    }
+}
+
+/// Runs every window through the model and the reference.
+fn evaluate(
+    documents: &[Vec<u32>],
+    context: usize,
+    model: &LlamaRuntime,
+    reference: Option<&LlamaRuntime>,
+    quiet: bool,
+) -> Result<TextMetrics, CliError> {
+    let mut all: Vec<&[u32]> = Vec::new();
+    for document in documents.iter().filter(|d| d.len() >= 2) {
+        all.extend(windows(document, context)?);
+    }
+    let total: usize = all.iter().map(|w| w.len()).sum();
+    let bar = match quiet {
+        true => indicatif::ProgressBar::hidden(),
+        false => output::progress(total as u64, "eval {bar:30} {pos}/{len} tokens {msg} {eta}"),
+    };
+    let mut eval = TextEval::new();
+    for window in all {
+        let logits = forward(model, window)?;
+        let other = reference.map(|r| forward(r, window)).transpose()?;
+        eval.window(window, &logits, other.as_deref())?;
+        bar.inc(window.len() as u64);
+        if let Some(perplexity) = eval.perplexity_so_far() {
+            bar.set_message(format!("perplexity {perplexity:.3}"));
+        }
+    }
+    bar.finish_and_clear();
+    Ok(eval.finish()?)
+}
+
+/// Logits `[len, vocab]` of a sequence from an empty cache.
+fn forward(runtime: &LlamaRuntime, tokens: &[u32]) -> Result<Vec<f32>, CliError> {
+    let mut cache = runtime.new_cache(tokens.len())?;
+    Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
+}
+
+fn write_logits(file: &Path, runtime: &LlamaRuntime, documents: &[Vec<u32>], limit: usize) -> Result<(), CliError> {
+    let mut tensors = Vec::new();
+    for (i, tokens) in documents.iter().enumerate() {
+        if tokens.is_empty() || tokens.len() > limit {
+            let problem =
+                format!("list {i}: expected 1 to {limit} tokens (the model's positions), got {}", tokens.len());
+            return Err(CliError::new(3, format!("--tokens-file: {problem}")));
+        }
+        let data = forward(runtime, tokens)?;
+        let shape = vec![tokens.len(), data.len() / tokens.len()];
+        let data = TensorData::Float { shape, data, dtype: FloatType::F32 };
+        tensors.push(NamedTensor { name: format!("logits.{i}"), data });
+    }
+    Ok(write_safetensors(file, &tensors)?)
+}
+
+fn read_ids(file: &Path, vocab: usize) -> Result<Vec<Vec<u32>>, CliError> {
+    let bytes = std::fs::read(file).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", file.display())))?;
+    let lists: Vec<Vec<u32>> = serde_json::from_slice(&bytes).map_err(|e| {
+        CliError::new(3, format!("{}: expected a JSON list of lists of token ids: {e}", file.display()))
+    })?;
+    for (i, list) in lists.iter().enumerate() {
+        if let Some(id) = list.iter().find(|id| **id as usize >= vocab) {
+            let problem = format!("list {i}: expected ids below {vocab} (vocab_size), got {id}");
+            return Err(CliError::new(3, format!("{}: {problem}", file.display())));
+        }
+    }
+    Ok(lists)
+}
+
+fn read_texts(files: &[PathBuf], model: &Side) -> Result<Vec<Vec<u32>>, CliError> {
+    let tokenizer = TextTokenizer::new(&model.checkpoint)?;
+    let mut out = Vec::new();
+    for file in files {
+        let bytes =
+            std::fs::read(file).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", file.display())))?;
+        let text = String::from_utf8(bytes).map_err(|e| {
+            let at = e.utf8_error().valid_up_to();
+            CliError::new(3, format!("{}: byte {at}: expected UTF-8 text, got something else", file.display()))
+        })?;
+        let ids = tokenizer.encode(&text, Specials::AsText)?;
+        if let Some(id) = ids.iter().find(|id| **id as usize >= model.vocab) {
+            let name = model.checkpoint.path().display();
+            return Err(CliError::new(
+                3,
+                format!("{name}: tokenizer.json: expected ids below {} (vocab_size), got {id}", model.vocab),
+            ));
+        }
+        out.push(ids);
+    }
+    Ok(out)
+}
+
+/// Keeps the first `max` tokens of all documents together.
+fn truncate(documents: &mut Vec<Vec<u32>>, max: usize) {
+    let mut left = max;
+    documents.retain_mut(|d| {
+        d.truncate(left);
+        left -= d.len();
+        !d.is_empty()
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn max_tokens_counts_over_all_documents() {
+        let mut documents = vec![vec![1; 5], vec![2; 5], vec![3; 5]];
+        truncate(&mut documents, 7);
+        assert_eq!(documents, [vec![1; 5], vec![2; 2]]);
+    }
+
+    #[test]
+    fn f088_bad_token_files_name_the_list_and_the_id() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("ids.json");
+        for (text, want) in
+            [("[[1, 99]]", "list 0: expected ids below 50"), ("[1]", "list of lists"), ("[[-1]]", "list of lists")]
+        {
+            std::fs::write(&file, text).unwrap();
+            let err = read_ids(&file, 50).unwrap_err();
+            assert!(err.to_string().contains(want) && err.code() == 3, "{err}");
+        }
+        assert_eq!(read_ids(&dir.path().join("none"), 50).unwrap_err().code(), 4);
+    }
 }

@@ -2,3 +2,4 @@
 
 mod architecture;
 mod model_files;
+mod regress;

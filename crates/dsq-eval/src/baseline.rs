@@ -1,7 +1,7 @@
 //! A committed measurement that later ones are compared with. Read strictly: what cannot be trusted is an error and
 //! never a pass.
 
-use crate::{EvalError, Hardware, Report, Row, Samples, Tolerance, Tolerances};
+use crate::{EvalError, Hardware, Report, Row, Samples, Tolerances};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -83,9 +83,10 @@ impl Baseline {
         }
         for row in &report.rows {
             for (metric, value) in &row.metrics {
-                if tolerances.get(metric) == Some(&Tolerance::Zero) && value.as_f64() != Some(0.0) {
+                let Some(tolerance) = tolerances.get(metric) else { continue };
+                if tolerance.keeps_bound(value.as_f64()) == Some(false) {
                     let field = format!("rows.{}.{metric}", row.name);
-                    return refuse(&field, &format!("cannot be blessed; expected 0, got {value}"));
+                    return refuse(&field, &format!("cannot be blessed; expected {tolerance}, got {value}"));
                 }
             }
         }
@@ -251,7 +252,7 @@ fn write_json(value: &Value, depth: usize, out: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TextEval;
+    use crate::{TextEval, Tolerance};
 
     fn report() -> Report {
         let mut eval = TextEval::new();

@@ -134,11 +134,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("quick.toml");
         let text = "[tolerance]\nperplexity = { relative = 0.02 }\ncodes_sha256 = \"exact_on_same_hardware\"\n\
-                    requantize_mismatches = \"zero\"\n[fixed.tolerance]\ncodes_sha256 = \"exact\"\n[[recipe]]\npath = \"a.toml\"\n";
+                    requantize_mismatches = { at_most = 0 }\n[fixed.tolerance]\ncodes_sha256 = \"exact\"\n[[recipe]]\npath = \"a.toml\"\n";
         std::fs::write(&path, text).unwrap();
         std::fs::create_dir(dir.path().join("baselines")).unwrap();
         let suite = Suite::load(&path).unwrap();
-        assert_eq!(suite.recipes[0].tolerance["requantize_mismatches"], Tolerance::Zero);
+        assert_eq!(suite.recipes[0].tolerance["requantize_mismatches"], Tolerance::AtMost(0.0));
         Bench { dir, suite }
     }
 

@@ -7,7 +7,7 @@
 //! top1_agreement = { absolute = 0.01 }         # may get worse by 0.01
 //! bits_per_weight = "exact"                    # equal on any hardware
 //! codes_sha256 = "exact_on_same_hardware"      # equal where training gives the same bits
-//! requantize_mismatches = "zero"               # 0, whatever the baseline says; cannot be blessed away
+//! requantize_mismatches = { at_most = 0 }      # a bound, whatever the baseline says; cannot be blessed away
 //!
 //! [fixed.tolerance]                            # the fixed-input checks: nothing is trained, equal on any hardware
 //! codes_sha256 = "exact"
@@ -34,8 +34,10 @@ pub enum Tolerance {
     Exact,
     /// Equal where [`crate::Hardware`] is the same; not comparable elsewhere, and reported as such.
     ExactOnSameHardware,
-    /// Zero, whatever the baseline says.
-    Zero,
+    /// At most this, whatever the baseline says.
+    AtMost(f64),
+    /// At least this, whatever the baseline says.
+    AtLeast(f64),
     /// May get worse by this share of the baseline's value.
     Relative(f64),
     /// May get worse by this much.
@@ -44,12 +46,24 @@ pub enum Tolerance {
     Within(f64),
 }
 
+impl Tolerance {
+    /// Whether `value` keeps a bound that does not depend on a baseline; `None` for the other kinds.
+    pub(crate) fn keeps_bound(self, value: Option<f64>) -> Option<bool> {
+        match self {
+            Tolerance::AtMost(x) => Some(value.is_some_and(|v| v <= x)),
+            Tolerance::AtLeast(x) => Some(value.is_some_and(|v| v >= x)),
+            _ => None,
+        }
+    }
+}
+
 impl std::fmt::Display for Tolerance {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Tolerance::Exact => f.write_str("exact"),
             Tolerance::ExactOnSameHardware => f.write_str("exact (same hardware)"),
-            Tolerance::Zero => f.write_str("zero"),
+            Tolerance::AtMost(x) => write!(f, "at most {}", crate::report::significant(*x)),
+            Tolerance::AtLeast(x) => write!(f, "at least {}", crate::report::significant(*x)),
             Tolerance::Relative(x) => write!(f, "{}% worse", crate::report::significant(x * 100.0)),
             Tolerance::Absolute(x) => write!(f, "{} worse", crate::report::significant(*x)),
             Tolerance::Within(x) => write!(f, "+-{}%", crate::report::significant(x * 100.0)),
@@ -116,12 +130,12 @@ impl Suite {
     /// [`EvalError::Io`]; [`EvalError::Suite`] (exit 2) for what TOML or the form refuses (with line, column and
     /// caret), a tolerance that is not a finite positive number, two recipes of one name, or an empty suite.
     pub fn load(path: &Path) -> Result<Self, EvalError> {
-        let text = std::fs::read_to_string(path).map_err(|source| EvalError::Io {
-            path: path.into(),
-            action: "read",
-            source,
-        })?;
         let refuse = |problem: String| EvalError::Suite { path: path.into(), problem };
+        let text = std::fs::read_to_string(path).map_err(|source| match source.kind() {
+            std::io::ErrorKind::NotFound => refuse("expected a suite file, got none".into()),
+            std::io::ErrorKind::InvalidData => refuse("expected UTF-8 text, got something else".into()),
+            _ => EvalError::Io { path: path.into(), action: "read", source },
+        })?;
         let mut suite: Suite = toml::from_str(&text).map_err(|e| refuse(e.to_string().trim_end().to_string()))?;
         suite.name = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
         suite.path = path.into();
@@ -143,9 +157,14 @@ impl Suite {
         }
         let fixed = suite.fixed.iter().flat_map(|f| &f.tolerance);
         for (metric, tolerance) in suite.recipes.iter().flat_map(|r| &r.tolerance).chain(fixed) {
-            if let Tolerance::Relative(x) | Tolerance::Absolute(x) | Tolerance::Within(x) = tolerance
-                && !(x.is_finite() && *x > 0.0)
-            {
+            let (x, fine) = match tolerance {
+                Tolerance::Exact | Tolerance::ExactOnSameHardware => continue,
+                Tolerance::AtMost(x) | Tolerance::AtLeast(x) => (x, x.is_finite()),
+                Tolerance::Relative(x) | Tolerance::Absolute(x) | Tolerance::Within(x) => {
+                    (x, x.is_finite() && *x > 0.0)
+                }
+            };
+            if !fine {
                 return Err(refuse(format!("tolerance.{metric}: expected a finite number above 0, got {x}")));
             }
         }
@@ -205,6 +224,11 @@ mod tests {
 
     #[test]
     fn f082_wrong_suites_are_refused_with_the_place() {
+        let err = Suite::load(Path::new("nowhere/quick.toml")).unwrap_err();
+        assert_eq!(
+            (err.to_string().as_str(), err.exit_code()),
+            ("nowhere/quick.toml: expected a suite file, got none", 2)
+        );
         for (text, want) in [
             ("", "at least one [[recipe]]"),
             ("[[recipe]]\npath = \"a.toml\"\n", "at least one tolerance"),

@@ -205,10 +205,10 @@ fn judge(
             false => (Verdict::Regressed, moved_parts(base, row, metric)),
         };
     }
-    if tolerance == Tolerance::Zero {
-        return match measured.as_f64() {
-            Some(0.0) => (Verdict::Pass, String::new()),
-            _ => (Verdict::Regressed, format!("expected 0, got {measured}")),
+    if let Some(kept) = tolerance.keeps_bound(measured.as_f64()) {
+        return match kept {
+            true => (Verdict::Pass, String::new()),
+            false => (Verdict::Regressed, format!("expected {tolerance}, got {measured}")),
         };
     }
     let (Some(a), Some(b)) = (expected.as_f64(), measured.as_f64()) else {
@@ -218,7 +218,7 @@ fn judge(
     let limit = match tolerance {
         Tolerance::Absolute(x) => x,
         Tolerance::Relative(x) | Tolerance::Within(x) => x * a.abs(),
-        Tolerance::Exact | Tolerance::ExactOnSameHardware | Tolerance::Zero => 0.0,
+        _ => 0.0,
     };
     let paired = match (&base.samples, &row.samples) {
         (Some(old), Some(new)) => new.rounded().paired_difference(old, metric).filter(|e| e.has_interval()),

@@ -1,0 +1,8 @@
+//! What a regression suite measures: the fixed-input checks and recipes, each as a report with the digests of its
+//! export. Comparing and judging is in `dsq-eval`; the command line is in `commands/regress.rs`.
+
+pub mod digest;
+pub mod fixed;
+#[cfg(test)]
+mod planted;
+pub mod recipe;

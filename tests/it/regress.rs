@@ -1,0 +1,195 @@
+//! `dsq regress` from the outside, on a suite that trains nothing (fixed inputs only): exit codes, verdicts, baselines.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A folder with a suite of the repository's fixed-input checks.
+struct Bench {
+    dir: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let quick =
+            std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap();
+        let fixed = &quick[quick.find("[fixed.tolerance]").unwrap()..quick.find("[[recipe]]").unwrap()];
+        std::fs::create_dir(dir.path().join("regression")).unwrap();
+        std::fs::write(dir.path().join("regression/tiny.toml"), fixed).unwrap();
+        Self { dir }
+    }
+
+    fn baseline(&self) -> PathBuf {
+        self.dir.path().join("regression/baselines/tiny-fixed.json")
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_dsq")).current_dir(self.dir.path()).arg("regress").args(args).output().unwrap()
+    }
+
+    /// Runs and checks the exit code; stdout and stderr.
+    fn expect(&self, args: &[&str], code: i32) -> (String, String) {
+        let out = self.run(args);
+        let (stdout, stderr) = (String::from_utf8(out.stdout).unwrap(), String::from_utf8(out.stderr).unwrap());
+        assert_eq!(out.status.code(), Some(code), "{args:?}\n{stdout}\n{stderr}");
+        (stdout, stderr)
+    }
+}
+
+#[test]
+fn bless_pass_red_and_bless_again() {
+    let b = Bench::new();
+    let (_, err) = b.expect(&["tiny"], 3);
+    assert!(err.contains("tiny-fixed.json: file: baseline unusable: expected a baseline file, got none"), "{err}");
+    assert!(err.contains("hint: ") && err.contains("--bless"), "{err}");
+    b.expect(&["tiny", "--bless"], 2);
+    b.expect(&["tiny", "--reason", "x"], 2);
+    b.expect(&["tiny", "--bless", "--reason", " "], 2);
+    assert!(!b.baseline().exists());
+    let (out, _) = b.expect(&["tiny", "--bless", "--reason", "first measurement"], 0);
+    assert!(out.contains("note: nothing to show the change from") && out.contains("wrote "), "{out}");
+    let blessed = std::fs::read_to_string(b.baseline()).unwrap();
+    assert!(blessed.contains("\"reason\": \"first measurement\""));
+
+    let (out, _) = b.expect(&["tiny"], 0);
+    assert!(out.lines().last().unwrap().ends_with(" pass"), "{out}");
+
+    // A stored digest that the code does not give any more: red, by name, on stdout and in JSON.
+    let at = blessed.find("\"scales_sha256\": \"").unwrap() + 18;
+    let other = if blessed.as_bytes()[at] == b'0' { "1" } else { "0" };
+    std::fs::write(b.baseline(), format!("{}{other}{}", &blessed[..at], &blessed[at + 1..])).unwrap();
+    let (out, _) = b.expect(&["tiny"], 1);
+    let red: Vec<&str> = out.lines().filter(|l| l.contains("regressed") && l.starts_with("fixed")).collect();
+    assert!(red.len() == 1 && red[0].contains("scales_sha256"), "{out}");
+    assert!(out.contains("\nregressed: fixed/w4_g32_f32/scales_sha256: differs"), "{out}");
+    let report = b.dir.path().join("report.json");
+    let (out, _) = b.expect(&["tiny", "--json", "--report", report.to_str().unwrap()], 1);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let red: Vec<&serde_json::Value> =
+        json["rows"].as_array().unwrap().iter().filter(|r| r["verdict"] == "regressed").collect();
+    assert_eq!(red.len(), 1);
+    assert!(
+        red[0]["name"].as_str().unwrap().starts_with("fixed/w4_")
+            && red[0]["name"].as_str().unwrap().ends_with("/scales_sha256")
+    );
+    assert_eq!(json["failed"], true);
+    assert_eq!(std::fs::read_to_string(&report).unwrap().trim(), out.trim());
+
+    let (out, _) = b.expect(&["tiny", "--bless", "--reason", "put it right"], 0);
+    assert!(out.contains("regressed") && out.contains("against the old ones: "), "{out}");
+    assert_eq!(std::fs::read_to_string(b.baseline()).unwrap(), blessed.replace("first measurement", "put it right"));
+}
+
+#[test]
+fn f102_bad_baselines_end_with_exit_3_and_say_so() {
+    let b = Bench::new();
+    b.expect(&["tiny", "--bless", "--reason", "first"], 0);
+    let good = std::fs::read_to_string(b.baseline()).unwrap();
+    for (what, text) in [
+        ("empty", String::new()),
+        ("cut", good[..good.len() / 3].into()),
+        ("no number", good.replacen("\"perplexity\": ", "\"perplexity\": NaN, \"x\": ", 1)),
+        ("stale", good.replacen("\"recipe_sha256\": \"", "\"recipe_sha256\": \"0", 1)),
+        ("lacks a metric", good.replacen("\"perplexity\": ", "\"perplexitz\": ", 1)),
+        ("of another seed", good.replacen("\"seed\": 0", "\"seed\": 1", 1)),
+    ] {
+        std::fs::write(b.baseline(), text).unwrap();
+        let (out, err) = b.expect(&["tiny"], 3);
+        assert!(out.is_empty() && err.contains("baseline unusable"), "{what}: {out} {err}");
+    }
+    // Exact checks hold on other hardware as well: the record of it alone changes nothing here.
+    std::fs::write(b.baseline(), good.replacen("\"arch\": \"", "\"arch\": \"vax", 1)).unwrap();
+    b.expect(&["tiny"], 0);
+}
+
+#[test]
+fn f082_a_suite_that_is_not_there_or_wrong_is_a_usage_error() {
+    let b = Bench::new();
+    let (_, err) = b.expect(&["nightly"], 2);
+    assert!(err.contains("regression/nightly.toml: expected a suite file, got none"), "{err}");
+    std::fs::write(b.dir.path().join("wrong.toml"), "[tolerance]\nkl = { relativ = 1.0 }\n").unwrap();
+    let (_, err) = b.expect(&["wrong.toml"], 2);
+    assert!(err.contains("line 2") && err.contains('^'), "{err}");
+}
+
+/// A recipe that trains for a second: one layer, a few steps, on the text of the repository.
+const MICRO: &str = r#"
+name = "micro"
+seed = 3
+[model]
+architecture = "llama"
+vocab_size = 1024
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 32
+[data]
+train = "DATA/train.txt"
+heldout = "DATA/heldout.txt"
+tokenizer = "DATA/tokenizer.json"
+[train]
+steps = 6
+batch_size = 4
+seq_len = 32
+learning_rate = 3e-3
+[qat]
+steps = 4
+learning_rate = 5e-4
+float_equal_tokens = false
+[quant]
+scheme = "W4A16"
+group_size = 32
+ignore = ["lm_head"]
+[export]
+format = "compressed-tensors"
+[eval]
+context = 32
+max_tokens = 512
+"#;
+
+#[test]
+fn a_recipe_is_trained_compared_and_goes_red_by_metric() {
+    let b = Bench::new();
+    let data = format!("{}/recipes/data/pydoc", env!("CARGO_MANIFEST_DIR"));
+    std::fs::write(b.dir.path().join("micro.toml"), MICRO.replace("DATA", &data)).unwrap();
+    let quick = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap();
+    let policy = &quick[..quick.find("[fixed.tolerance]").unwrap()];
+    let suite = format!("{policy}\n[[recipe]]\npath = \"../micro.toml\"\nset = [\"qat.steps=5\"]\n");
+    std::fs::write(b.dir.path().join("regression/micro.toml"), &suite).unwrap();
+
+    b.expect(&["micro", "--bless", "--reason", "first"], 0);
+    let path = b.dir.path().join("regression/baselines/micro-micro.json");
+    let blessed = std::fs::read_to_string(&path).unwrap();
+    for row in ["float", "rtn", "qat", "exported"] {
+        assert!(blessed.contains(&format!("\"name\": \"{row}\"")), "{row}:\n{blessed}");
+    }
+    // The same bits again, with another number of threads.
+    let (out, _) = b.expect(&["micro", "--threads", "1"], 0);
+    assert!(out.lines().last().unwrap().ends_with(" pass") && !out.contains("improved"), "{out}");
+
+    // One code of one layer other than before.
+    let at = blessed.find("\"codes_sha256\": \"").unwrap() + 17;
+    let flip = |s: &str, at: usize| {
+        let other = if s.as_bytes()[at] == b'0' { "1" } else { "0" };
+        format!("{}{other}{}", &s[..at], &s[at + 1..])
+    };
+    std::fs::write(&path, flip(&blessed, at)).unwrap();
+    let (out, _) = b.expect(&["micro"], 1);
+    assert!(out.contains("\nregressed: micro/exported/codes_sha256: "), "{out}");
+
+    // On other hardware the digests do not compare and the rest decides; said plainly.
+    std::fs::write(
+        &path,
+        flip(&blessed, at).replacen("\"avx\"", "\"avx1024\"", 1).replacen("\"os\": \"", "\"os\": \"other ", 1),
+    )
+    .unwrap();
+    let (out, _) = b.expect(&["micro"], 0);
+    assert!(out.contains("not comparable: the baselines were measured on other hardware"), "{out}");
+
+    // Another setting is another recipe: the baseline is stale, which is known before training.
+    std::fs::write(b.dir.path().join("regression/micro.toml"), suite.replace("qat.steps=5", "qat.steps=6")).unwrap();
+    std::fs::write(&path, &blessed).unwrap();
+    let (_, err) = b.expect(&["micro"], 3);
+    assert!(err.contains("recipe_sha256: baseline unusable: measured with another recipe"), "{err}");
+}
