@@ -140,7 +140,6 @@ float_equal_tokens = false
 [quant]
 scheme = "W4A16"
 group_size = 32
-ignore = ["lm_head"]
 [export]
 format = "compressed-tensors"
 [eval]
