@@ -59,7 +59,7 @@ impl Leaves {
     pub fn gradients(&self, grads: &Gradients) -> Vec<Vec<f32>> {
         fn values<const D: usize>(leaf: &Tensor<D>, grads: &Gradients) -> Vec<f32> {
             let len = leaf.dims().iter().product();
-            leaf.grad(grads).and_then(|g| g.into_data().into_vec().ok()).unwrap_or_else(|| vec![0.0; len])
+            leaf.grad(grads).and_then(|g| g.into_data().try_into_vec().ok()).unwrap_or_else(|| vec![0.0; len])
         }
         let mut out = Vec::new();
         for leaf in &self.layers {

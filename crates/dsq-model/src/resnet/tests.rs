@@ -30,7 +30,7 @@ fn images(m: usize, side: usize, seed: u64, device: &Device) -> Tensor<4> {
 }
 
 fn values<const D: usize>(t: Tensor<D>) -> Vec<f32> {
-    t.into_data().into_vec().unwrap()
+    t.into_data().try_into_vec().unwrap()
 }
 
 /// A network whose statistics, gammas and betas have left their initial values, calibrated.
@@ -235,7 +235,7 @@ fn folded_fake_quant_gradient_is_that_of_the_clipped_identity() {
     let y = net.conv_for_test(&leaves, i, x.clone()).unwrap();
     let g = Tensor::<4>::from_data(TensorData::new(gv.clone(), [1, side, side, n]), &device);
     let grads = (y * g).sum().backward();
-    let dx: Vec<f32> = x.grad(&grads).unwrap().into_data().into_vec().unwrap();
+    let dx: Vec<f32> = x.grad(&grads).unwrap().into_data().try_into_vec().unwrap();
     let all = leaves.gradients(&grads);
     let at: usize = net.layers[..i].iter().map(|l| 2 + usize::from(l.norm.is_some())).sum();
     let (dw, dgamma, dbeta) = (&all[at], &all[at + 1], &all[at + 2]);
