@@ -4,6 +4,7 @@
 mod bandwidth;
 mod cache;
 mod chat;
+mod cnn;
 mod error;
 mod generate;
 mod llama;
@@ -14,6 +15,7 @@ mod tokenizer;
 pub use bandwidth::measure_read_bandwidth;
 pub use cache::KvCache;
 pub use chat::{ChatTemplate, Message};
+pub use cnn::CnnRuntime;
 pub use error::RuntimeError;
 pub use generate::{FinishReason, Generated, generate};
 pub use llama::{LlamaRuntime, Logits};

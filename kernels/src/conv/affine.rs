@@ -30,6 +30,24 @@ pub fn affine_forward(x: &[f32], scale: &[f32], shift: &[f32]) -> Vec<f32> {
     y
 }
 
+/// [`affine_forward`] of integer sums, each converted to f32 first (exact below 2^24).
+///
+/// # Panics
+/// When lengths disagree.
+pub fn affine_sums(x: &[i32], scale: &[f32], shift: &[f32]) -> Vec<f32> {
+    let c = scale.len();
+    assert!(c > 0 && shift.len() == c && x.len().is_multiple_of(c), "affine shapes");
+    let mut y = vec![0.0f32; x.len()];
+    y.par_chunks_mut(task(c)).zip(x.par_chunks(task(c))).for_each(|(y, x)| {
+        for (y, x) in y.chunks_exact_mut(c).zip(x.chunks_exact(c)) {
+            for j in 0..c {
+                y[j] = x[j] as f32 * scale[j] + shift[j];
+            }
+        }
+    });
+    y
+}
+
 /// The gradient for `x`: `g * scale`.
 ///
 /// # Panics
@@ -88,6 +106,7 @@ mod tests {
         let (scale, shift) = ([1.5f32, -2.0, 0.0, 3.0, 1.0, 0.5, -1.0], [1.0f32; 7]);
         let y = affine_forward(&x, &scale, &shift);
         let dx = affine_dx(&g, &scale);
+        assert_eq!(affine_sums(&x.iter().map(|&v| v as i32).collect::<Vec<_>>(), &scale, &shift), y);
         let (mut dscale, mut dshift) = ([0.0f32; 7], [0.0f32; 7]);
         for i in 0..x.len() {
             assert_eq!(y[i], x[i] * scale[i % c] + 1.0);

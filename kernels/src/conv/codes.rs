@@ -25,6 +25,15 @@ pub fn code_values(x: &[f32], args: &QuantArgs, params: &[QParams]) -> Vec<f32> 
     out
 }
 
+/// `code - qmin` of every value as a byte, the input of [`super::Int4Conv`]; a NaN gives the code of 0, as
+/// [`QuantArgs::quantize`] does.
+pub fn code_bytes(x: &[f32], args: &QuantArgs, p: QParams) -> Vec<u8> {
+    let mut out = vec![0u8; x.len()];
+    let range = [args.qtype.qmin() as f32, args.qtype.qmax() as f32];
+    out.par_chunks_mut(TASK).zip(x.par_chunks(TASK)).for_each(|(out, x)| bytes(x, out, p, range));
+    out
+}
+
 /// The gradient for `x` from the gradient `g` of [`code_values`], by the clipped straight-through estimator: `g / scale`
 /// where `x / scale + zero` lies within the code range (ends included), 0 outside.
 ///
@@ -73,6 +82,14 @@ fn codes_body(x: &[f32], out: &mut [f32], p: QParams, [lo, hi]: [f32; 2]) {
 }
 
 #[inline(always)]
+fn bytes_body(x: &[f32], out: &mut [u8], p: QParams, [lo, hi]: [f32; 2]) {
+    let (s, z) = (p.scale, p.zero as f32);
+    for (o, &x) in out.iter_mut().zip(x) {
+        *o = ((x / s + z).clamp(lo, hi).round_ties_even() as i32 - lo as i32) as u8;
+    }
+}
+
+#[inline(always)]
 fn gradients_body(x: &[f32], g: &[f32], out: &mut [f32], p: QParams, [lo, hi]: [f32; 2]) {
     let (s, z) = (p.scale, p.zero as f32);
     for ((o, &x), &g) in out.iter_mut().zip(x).zip(g) {
@@ -115,6 +132,7 @@ macro_rules! with_avx2 {
 }
 
 with_avx2!(codes, codes_body, (x: &[f32], out: &mut [f32], p: QParams, range: [f32; 2]) -> ());
+with_avx2!(bytes, bytes_body, (x: &[f32], out: &mut [u8], p: QParams, range: [f32; 2]) -> ());
 with_avx2!(gradients, gradients_body, (x: &[f32], g: &[f32], out: &mut [f32], p: QParams, range: [f32; 2]) -> ());
 with_avx2!(range_of, range_body, (x: &[f32]) -> (f32, f32));
 
@@ -150,9 +168,12 @@ mod tests {
             }
             let g: Vec<f32> = (0..x.len()).map(|i| i as f32 * 0.01 - 3.0).collect();
             let (codes, grad) = (code_values(&x, &args, &params), code_gradient(&x, &g, &args, &params));
+            let bytes: Vec<_> = x.chunks(run).zip(&params).map(|(x, &p)| code_bytes(x, &args, p)).collect();
+            assert_eq!(i32::from(code_bytes(&[f32::NAN], &args, params[0])[0]) + args.qtype.qmin(), 0);
             for i in 0..x.len() {
                 let p = params[i / run];
                 let want = f32::from(args.quantize(x[i], p)) - p.zero as f32;
+                assert_eq!(i32::from(bytes[i / run][i % run]) + args.qtype.qmin(), i32::from(args.quantize(x[i], p)));
                 let (value, inside) = args.fake_quantize(x[i], p);
                 assert_eq!(codes[i].to_bits(), (want + 0.0).to_bits(), "{} {p:?}", x[i]);
                 assert_eq!((codes[i] * p.scale).to_bits(), value.to_bits());

@@ -140,6 +140,21 @@ impl ResNet {
         Ok(logits.reshape([m, n]))
     }
 
+    /// [`ResNet::forward`] on the CPU without gradients, from slices: logits `[m, classes]` of normalized pictures
+    /// `[m, c, h, w]` (the square side of the config; values behind the last whole picture are left out).
+    ///
+    /// # Errors
+    /// As [`ResNet::forward`].
+    pub fn logits(&self, images: &[f32], pass: Pass, updates: &mut Updates) -> Result<Vec<f32>, QuantError> {
+        let (c, side) = (self.config.in_channels, self.config.image_size);
+        let m = images.len() / (c * side * side).max(1);
+        let device = Device::flex();
+        let data = images[..m * c * side * side].to_vec();
+        let x = Tensor::<4>::from_data(TensorData::new(data, [m, c, side, side]), &device);
+        let y = self.forward(&self.leaves(&device), x, pass, updates)?;
+        Ok(y.into_data().try_into_vec::<f32>().unwrap_or_default())
+    }
+
     /// Writes running statistics and observed ranges back.
     pub fn apply(&mut self, updates: Updates) {
         for (layer, mean, var) in updates.norms {

@@ -11,11 +11,11 @@ pub use run::run_cnn;
 
 use crate::TrainError;
 use crate::idx::Pictures;
-use dsq_checkpoint::ResNetConfig;
+use dsq_checkpoint::{CheckpointError, ExportTensor, ModelConfig, Proof, ResNetConfig, SourceRecord, export_folder};
 use dsq_model::resnet::{BnPlacement, ConvertedLayer};
-use dsq_quant::ObserverKind;
+use dsq_quant::{FloatType, ObserverKind, QuantConfig};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Everything that decides a CNN run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -210,6 +210,42 @@ pub struct CnnExport {
     pub master: Vec<(String, Vec<usize>, Vec<f32>)>,
     /// Logits `[m, classes]` of the training graph on the test pictures.
     pub logits: Vec<f32>,
+}
+
+impl CnnExport {
+    /// The tensors of the exported folder: batch norm folded, codes where a layer is quantized.
+    pub fn tensors(&self) -> Vec<ExportTensor> {
+        let float = |name: String, shape: Vec<usize>, data: &[f32]| ExportTensor::Float {
+            name,
+            shape,
+            data: data.to_vec(),
+            dtype: FloatType::F32,
+        };
+        let mut out = Vec::new();
+        for layer in &self.layers {
+            out.push(match &layer.matrix {
+                None => float(format!("{}.weight", layer.module), layer.shape.clone(), &layer.weight),
+                Some(matrix) => ExportTensor::Linear {
+                    module: layer.module.clone(),
+                    shape: layer.shape.clone(),
+                    matrix: matrix.clone(),
+                    activation: layer.activation,
+                    source: Some(SourceRecord::of(&layer.weight, matrix)),
+                },
+            });
+            out.push(float(format!("{}.bias", layer.module), vec![layer.bias.len()], &layer.bias));
+        }
+        out
+    }
+
+    /// Writes the network as a compressed-tensors folder and proves it (see `dsq_checkpoint::export_folder`).
+    ///
+    /// # Errors
+    /// As `export_folder`.
+    pub fn write(&self, out: &Path, quant: &QuantConfig, overwrite: bool) -> Result<Proof, CheckpointError> {
+        let config = ModelConfig::ResNet(self.config.clone());
+        export_folder(out, &config, self.tensors(), Some(quant), Vec::new(), overwrite)
+    }
 }
 
 /// What a run gives.

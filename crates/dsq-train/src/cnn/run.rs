@@ -132,15 +132,13 @@ impl Job<'_> {
 
     /// Observes activation ranges of the float network on training pictures, as they are.
     fn calibrate(&self, net: &mut ResNet) -> Result<(), TrainError> {
-        let device = Device::flex();
-        let leaves = net.leaves(&device);
         let mut updates = Vec::new();
         for b in 0..self.config.calibration_batches {
             let picks =
                 batch_indices(self.train.len(), self.config.qat.batch_size, self.seed(), "calibration", b as u64);
-            let x = images(&gather(&self.train, &picks, None), &self.architecture, self.train.size, &device);
+            let x = self.architecture.normalize(&gather(&self.train, &picks, None));
             let mut found = Updates::default();
-            net.forward(&leaves, x, Pass::Calibrate, &mut found).map_err(quant_error)?;
+            net.logits(&x, Pass::Calibrate, &mut found).map_err(quant_error)?;
             updates.push(found);
         }
         updates.into_iter().for_each(|u| net.apply(u));
@@ -149,14 +147,11 @@ impl Job<'_> {
 
     /// Logits of the test pictures.
     fn logits(&self, net: &ResNet, pass: Pass) -> Result<Vec<f32>, TrainError> {
-        let device = Device::flex();
-        let leaves = net.leaves(&device);
         let all: Vec<usize> = (0..self.test.len()).collect();
         let mut out = Vec::with_capacity(all.len() * self.architecture.num_classes);
         for picks in all.chunks(EVAL_BATCH) {
-            let x = images(&gather(&self.test, picks, None), &self.architecture, self.test.size, &device);
-            let y = net.forward(&leaves, x, pass, &mut Updates::default()).map_err(quant_error)?;
-            out.extend(y.into_data().try_into_vec::<f32>().unwrap_or_default());
+            let x = self.architecture.normalize(&gather(&self.test, picks, None));
+            out.extend(net.logits(&x, pass, &mut Updates::default()).map_err(quant_error)?);
         }
         Ok(out)
     }

@@ -1,0 +1,200 @@
+//! Parity of the residual network: prepared training graph == converted layers == exported folder read back == integer
+//! runtime, codes, scales, zero points and logits bit for bit, over many seeds. Ties `dsq-model` and `dsq-runtime`, which
+//! never see each other.
+
+use dsq_checkpoint::{Checkpoint, LinearWeight, ResNetConfig};
+use dsq_model::resnet::{BnPlacement, Pass, QatSettings, ResNet, Updates};
+use dsq_quant::{FloatType, Granularity, ObserverKind, QuantConfig, QuantScheme};
+use dsq_runtime::CnnRuntime;
+use dsq_train::cnn::{CnnExport, argmax};
+
+/// A deterministic stream of numbers in -1 .. 1.
+fn numbers(seed: u64) -> impl FnMut() -> f32 {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}
+
+fn pixels(seed: u64, len: usize) -> Vec<u8> {
+    let mut next = numbers(seed);
+    (0..len).map(|_| ((next() + 1.0) * 127.5) as u8).collect()
+}
+
+struct Case {
+    config: ResNetConfig,
+    scheme: &'static str,
+    granularity: Granularity,
+    dtype: FloatType,
+    ignore: &'static [&'static str],
+}
+
+/// A network with statistics, gammas (some negative, some zero) and betas away from their initial values, calibrated.
+fn network(case: &Case, seed: u64) -> (ResNet, QuantConfig) {
+    let mut net = ResNet::new(&case.config, seed);
+    let mut next = numbers(seed + 77);
+    for param in net.params_mut() {
+        if param.name.ends_with(".bn.weight") {
+            param.data.iter_mut().for_each(|g| *g = next() * 1.5 + 0.4);
+            if seed.is_multiple_of(3) {
+                param.data[0] = 0.0;
+            }
+        } else if param.name.ends_with(".bias") {
+            param.data.iter_mut().for_each(|b| *b = next() * 0.5);
+        }
+    }
+    let (side, c) = (case.config.image_size, case.config.in_channels);
+    let images = case.config.normalize(&pixels(seed + 1, 8 * side * side * c));
+    for _ in 0..4 {
+        let mut updates = Updates::default();
+        net.logits(&images, Pass::FloatTrain, &mut updates).unwrap();
+        net.apply(updates);
+    }
+    let scheme = QuantScheme::preset(case.scheme, case.granularity, case.dtype).unwrap();
+    let ignore: Vec<String> = case.ignore.iter().map(|s| s.to_string()).collect();
+    let quant = QuantConfig::new(scheme, &ignore).unwrap();
+    let observer = if seed.is_multiple_of(2) { ObserverKind::MinMax } else { ObserverKind::MovingAverage };
+    net.prepare(QatSettings { config: quant.clone(), placement: BnPlacement::Skipped, observer, rate: 0.1 }).unwrap();
+    let mut updates = Updates::default();
+    net.logits(&images, Pass::Calibrate, &mut updates).unwrap();
+    net.apply(updates);
+    (net, quant)
+}
+
+fn config(in_channels: usize, image_size: usize, channels: &[usize], blocks_per_stage: usize) -> ResNetConfig {
+    ResNetConfig {
+        in_channels,
+        image_size,
+        channels: channels.to_vec(),
+        blocks_per_stage,
+        num_classes: 10,
+        norm_eps: 1e-5,
+        mean: vec![0.3; in_channels],
+        std: vec![0.35; in_channels],
+    }
+}
+
+#[test]
+fn training_graph_export_and_runtime_agree_bit_for_bit() {
+    let float_ends: &[&str] = &["re:conv1$", "fc"];
+    let case = |config, scheme, granularity, dtype, ignore| Case { config, scheme, granularity, dtype, ignore };
+    let cases = [
+        (16, case(config(1, 14, &[8, 12], 1), "W4A4", Granularity::PerChannel, FloatType::F32, float_ends)),
+        (4, case(config(1, 28, &[16, 32, 64], 1), "W4A4", Granularity::PerChannel, FloatType::Bf16, float_ends)),
+        (4, case(config(3, 9, &[5, 7], 2), "W4A4", Granularity::PerTensor, FloatType::F16, float_ends)),
+        (4, case(config(1, 10, &[9, 9], 1), "W4A4", Granularity::PerChannel, FloatType::F32, &[])),
+        (4, case(config(1, 10, &[8, 16], 1), "W4A16", Granularity::PerChannel, FloatType::F32, &["fc"])),
+    ];
+    for (seeds, case) in cases {
+        for seed in 0..seeds {
+            let (net, quant) = network(&case, seed);
+            let (side, c) = (case.config.image_size, case.config.in_channels);
+            let layers = net.convert().unwrap();
+            let export = CnnExport {
+                seed,
+                config: case.config.clone(),
+                layers: layers.clone(),
+                master: net.named_tensors(),
+                logits: Vec::new(),
+            };
+            let dir = tempfile::tempdir().unwrap();
+            let out = dir.path().join("exported");
+            export.write(&out, &quant, false).unwrap();
+
+            let ckpt = Checkpoint::open(&out).unwrap();
+            for layer in &layers {
+                let weight = ckpt.linear(&layer.module).unwrap();
+                match &layer.matrix {
+                    Some(matrix) => assert_eq!(weight, LinearWeight::Quantized(matrix.clone()), "{}", layer.module),
+                    None => assert_eq!(weight.into_f32(), layer.weight, "{}", layer.module),
+                }
+                assert_eq!(ckpt.bias(&layer.module).unwrap().unwrap(), layer.bias);
+                assert_eq!(ckpt.activation(&layer.module).unwrap(), layer.activation, "{}", layer.module);
+            }
+
+            let runtime = CnnRuntime::load(&ckpt).unwrap();
+            let m = 3;
+            let images = case.config.normalize(&pixels(seed + 900, m * side * side * c));
+            let want = net.logits(&images, Pass::QatEval, &mut Updates::default()).unwrap();
+            let got = runtime.forward(&images, m).unwrap();
+            assert_eq!(got.len(), m * case.config.num_classes);
+            let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&got), bits(&want), "{} seed {seed}", case.scheme);
+            // The pictures must not all look alike, or the comparison would prove little.
+            let spread = got.chunks(10).any(|row| row.iter().zip(&got[..10]).any(|(a, b)| a != b));
+            assert!(
+                spread && got.iter().any(|v| v.abs() > 1e-3),
+                "{:?}",
+                got.chunks(10).map(argmax).collect::<Vec<_>>()
+            );
+        }
+    }
+}
+
+#[test]
+fn a_planted_fault_in_the_export_moves_the_runtimes_logits() {
+    let ignore: &[&str] = &["re:conv1$", "fc"];
+    let case = Case {
+        config: config(1, 14, &[8, 12], 1),
+        scheme: "W4A4",
+        granularity: Granularity::PerChannel,
+        dtype: FloatType::F32,
+        ignore,
+    };
+    let (net, quant) = network(&case, 1);
+    let images = case.config.normalize(&pixels(5, 4 * 14 * 14));
+    let want = net.logits(&images, Pass::QatEval, &mut Updates::default()).unwrap();
+    let run = |fault: &dyn Fn(&mut CnnExport)| {
+        let mut export = CnnExport {
+            seed: 1,
+            config: case.config.clone(),
+            layers: net.convert().unwrap(),
+            master: vec![],
+            logits: vec![],
+        };
+        fault(&mut export);
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("exported");
+        export.write(&out, &quant, false).unwrap();
+        CnnRuntime::load(&Checkpoint::open(&out).unwrap()).unwrap().forward(&images, 4).unwrap()
+    };
+    assert_eq!(run(&|_| {}), want);
+    // One ulp on one scale of a weight; a zero point off by one; a bias dropped.
+    assert_ne!(
+        run(&|e| {
+            let scale = &mut e.layers[1].matrix.as_mut().unwrap().scales[0];
+            *scale = f32::from_bits(scale.to_bits() + 1);
+        }),
+        want
+    );
+    assert_ne!(run(&|e| e.layers[1].activation.as_mut().unwrap().1.zero += 1), want);
+    assert_ne!(run(&|e| e.layers[2].bias.fill(0.0)), want);
+}
+
+#[test]
+fn a_folder_with_batch_norm_is_refused_by_the_runtime() {
+    let case = Case {
+        config: config(1, 10, &[4], 1),
+        scheme: "W4A4",
+        granularity: Granularity::PerChannel,
+        dtype: FloatType::F32,
+        ignore: &["fc"],
+    };
+    let (net, _) = network(&case, 1);
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("float");
+    let tensors = net
+        .named_tensors()
+        .into_iter()
+        .map(|(name, shape, data)| dsq_checkpoint::ExportTensor::Float { name, shape, data, dtype: FloatType::F32 })
+        .collect();
+    let config = dsq_checkpoint::ModelConfig::ResNet(case.config.clone());
+    dsq_checkpoint::export_folder(&out, &config, tensors, None, vec![], false).unwrap();
+    let ckpt = Checkpoint::open(&out).unwrap();
+    let err = CnnRuntime::load(&ckpt).unwrap_err();
+    assert_eq!(err.exit_code(), 3);
+    assert!(err.to_string().contains("expected batch norm folded"), "{err}");
+    // The training side reads the same folder back, bit for bit.
+    assert_eq!(ResNet::from_checkpoint(&ckpt).unwrap().named_tensors(), net.named_tensors());
+}
