@@ -1,6 +1,6 @@
 //! `dsq train`: a recipe from start to table.
 
-use crate::jobs::{Start, Tick, lm};
+use crate::jobs::{Start, Tick, cnn, lm};
 use crate::recipe::{Job, Recipe};
 use crate::{Global, error::CliError, output};
 use dsq_eval::Report;
@@ -37,6 +37,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if args.check {
         match &recipe.job {
             Job::Lm(job) => drop(lm::plan(job, &args.recipe, recipe.seed)?),
+            Job::Cnn(job) => cnn::check(job)?,
         }
         output::line(format!("{}: ok (recipe {} {})", args.recipe.display(), recipe.name, recipe.digest()));
         return Ok(0);
@@ -89,6 +90,7 @@ fn train(
     let mut start = Start { recipe, out, resume, overwrite, global, on_tick: &mut on_tick };
     let report = match &recipe.job {
         Job::Lm(job) => lm::run(job, &mut start, recipe_path),
+        Job::Cnn(job) => cnn::run(job, &mut start),
     };
     if let Some((_, bar)) = &bar {
         if report.is_ok() { bar.finish() } else { bar.abandon() }

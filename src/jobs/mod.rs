@@ -1,6 +1,7 @@
 //! What a recipe sets in motion: train, export, run the export, measure. One file a kind of model. No printing (see
 //! `commands/train.rs`).
 
+pub mod cnn;
 pub mod lm;
 
 use crate::{Global, error::CliError, recipe::Recipe};

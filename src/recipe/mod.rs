@@ -5,8 +5,11 @@ mod reader;
 
 use crate::error::CliError;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
+use dsq_model::resnet::BnPlacement;
+use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme};
-use dsq_train::LmPhase;
+use dsq_train::cnn::{CnnData, CnnPhase};
+use dsq_train::{CnnTrainConfig, LmPhase};
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -29,6 +32,8 @@ pub struct Recipe {
 pub enum Job {
     /// A Llama-like language model.
     Lm(Box<LmJob>),
+    /// A residual network with BatchNorm.
+    Cnn(Box<CnnJob>),
 }
 
 /// A file that a recipe names. Its content, not its place, belongs to the recipe's digest.
@@ -69,6 +74,18 @@ pub struct LmJob {
     pub eval_tokens: usize,
 }
 
+/// The image-classification job.
+#[derive(Debug, Clone, Serialize)]
+pub struct CnnJob {
+    /// Settings of the training crate.
+    #[serde(serialize_with = "without_paths")]
+    pub train: CnnTrainConfig,
+    /// SHA-256 of the four data files, in the order of `CnnData`.
+    pub data_sha256: Vec<String>,
+    /// The grid.
+    pub quant: QuantSettings,
+}
+
 /// The scheme and what it leaves in float.
 #[derive(Debug, Clone, Serialize)]
 pub struct QuantSettings {
@@ -104,8 +121,9 @@ impl Recipe {
             }
             let seed = root.integer("seed", 0..=i64::MAX, Some(1))? as u64;
             let mut model = root.table("model")?;
-            let job = match model.choice("architecture", &[("llama", ())], None)? {
-                () => Job::Lm(Box::new(read_lm(root, model)?)),
+            let job = match model.choice("architecture", &[("llama", true), ("resnet", false)], None)? {
+                true => Job::Lm(Box::new(read_lm(root, model)?)),
+                false => Job::Cnn(Box::new(read_cnn(root, model, seed)?)),
             };
             Ok(Self { name, seed, job })
         })
@@ -120,6 +138,89 @@ impl Recipe {
 
 fn as_config_json<S: serde::Serializer>(config: &LlamaConfig, serializer: S) -> Result<S::Ok, S::Error> {
     ModelConfig::Llama(config.clone()).to_json().serialize(serializer)
+}
+
+/// Where the files lie is not what they say: `data_sha256` stands for them.
+fn without_paths<S: serde::Serializer>(config: &CnnTrainConfig, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut value = serde_json::to_value(config).map_err(serde::ser::Error::custom)?;
+    if let Some(data) = value.get_mut("data").and_then(|d| d.as_object_mut()) {
+        data.retain(|key, _| key.ends_with("_limit"));
+    }
+    value.serialize(serializer)
+}
+
+fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob, CliError> {
+    let sizes = |v: Vec<i64>| v.into_iter().map(|n| n as usize).collect();
+    let channels = sizes(model.integers("channels", 1..=4096, &[16, 32, 64])?);
+    let blocks_per_stage = model.count("blocks_per_stage", 1..=64, Some(1))?;
+    let num_classes = model.count("num_classes", 2..=256, Some(10))?;
+    model.finish()?;
+
+    let mut data = root.table("data")?;
+    let mut hashes = Vec::new();
+    let mut file = |key| -> Result<PathBuf, CliError> {
+        let file = data_file(&mut data, key)?;
+        hashes.push(file.sha256);
+        Ok(file.path)
+    };
+    let (train_images, train_labels) = (file("train_images")?, file("train_labels")?);
+    let (test_images, test_labels) = (file("test_images")?, file("test_labels")?);
+    let mut limit = |key| data.integer(key, 0..=i64::MAX, Some(0)).map(|n| (n > 0).then_some(n as usize));
+    let (train_limit, test_limit) = (limit("train_limit")?, limit("test_limit")?);
+    data.finish()?;
+
+    let mut train = root.table("train")?;
+    let seeds = train.integers("seeds", 0..=i64::MAX, &[seed as i64])?.into_iter().map(|s| s as u64).collect();
+    let save_every = train.count("save_every", 1..=1_000_000, Some(200))?;
+    let float = read_cnn_phase(&mut train)?;
+    train.finish()?;
+
+    let mut qat = root.table("qat")?;
+    let config = CnnTrainConfig {
+        seeds,
+        channels,
+        blocks_per_stage,
+        num_classes,
+        data: CnnData { train_images, train_labels, test_images, test_labels, train_limit, test_limit },
+        float,
+        qat: read_cnn_phase(&mut qat)?,
+        freeze_bn_step: qat.count("freeze_bn_step", 0..=i64::MAX, None)?,
+        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, None)?,
+        wrong_way: qat.choice(
+            "wrong_way",
+            &[("bn_observed", BnPlacement::BnObserved), ("conv_and_bn_observed", BnPlacement::ConvAndBnObserved)],
+            Some(BnPlacement::BnObserved),
+        )?,
+        calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
+        observer: qat.choice(
+            "observer",
+            &[("moving_average", ObserverKind::MovingAverage), ("min_max", ObserverKind::MinMax)],
+            Some(ObserverKind::MovingAverage),
+        )?,
+        observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
+        save_every,
+    };
+    qat.finish()?;
+    let quant = read_quant(root.table("quant")?)?;
+    if let Some(mut export) = root.optional_table("export")? {
+        export.choice("format", &[("compressed-tensors", ())], Some(()))?;
+        export.finish()?;
+    }
+    Ok(CnnJob { train: config, data_sha256: hashes, quant })
+}
+
+fn read_cnn_phase(section: &mut Section) -> Result<CnnPhase, CliError> {
+    let steps = section.count("steps", 1..=100_000_000, None)?;
+    Ok(CnnPhase {
+        steps,
+        batch_size: section.count("batch_size", 1..=65_536, Some(64))?,
+        learning_rate: section.number("learning_rate", 1e-9..=10.0, None)?,
+        warmup_steps: section.count("warmup_steps", 0..=steps as i64, Some(steps as i64 / 20))?,
+        momentum: section.number("momentum", 0.0..=0.9999, Some(0.9))?,
+        weight_decay: section.number("weight_decay", 0.0..=10.0, Some(1e-4))?,
+        grad_clip: section.number("grad_clip", 1e-6..=1e6, Some(2.0))?,
+        augment: section.boolean("augment", false)?,
+    })
 }
 
 fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {

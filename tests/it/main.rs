@@ -2,4 +2,5 @@
 
 mod architecture;
 mod model_files;
+mod parity_cnn;
 mod regress;

@@ -97,8 +97,11 @@ impl CnnRuntime {
                 let problem = format!("{module}: expected maps of at least one pixel, got {at} x {at}");
                 return Err(RuntimeError::Model { file, problem });
             }
+            if module.ends_with(".conv1") {
+                input_side = at;
+            }
             if !module.ends_with(".downsample") {
-                (input_side, side) = (at, geometry.output()[0]);
+                side = geometry.output()[0];
             }
             let index = out.layers.len();
             if let Some((_, part)) = module.rsplit_once('.') {
