@@ -3,6 +3,8 @@
 //! nothing.
 
 use super::fixed::{self, ModuleWeights};
+use super::recipe::add_checks;
+use crate::{Global, commands::train::train_recipe, jobs::place, recipe::Recipe};
 use dsq_eval::{Baseline, Check, Hardware, Report, Suite, Tolerances, compare};
 use dsq_quant::{Granularity, QuantArgs, QuantizedMatrix, pack_i32};
 use std::collections::BTreeSet;
@@ -167,4 +169,68 @@ fn a_float_tensor_that_moved_is_red() {
     let red = red(row, |folder| edit(folder, "model.norm.weight", |b| b[0] ^= 1));
     assert_eq!(metrics(row, &red), BTreeSet::from(["floats_sha256"]), "{red:?}");
     assert_eq!(red[0].2, "differs in model.norm.weight F32");
+}
+
+/// One layer, five steps, on the text of the repository.
+const MICRO: &str = r#"
+name = "micro"
+[model]
+architecture = "llama"
+vocab_size = 1024
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 32
+[data]
+train = "DATA/train.txt"
+heldout = "DATA/heldout.txt"
+tokenizer = "DATA/tokenizer.json"
+[train]
+steps = 3
+batch_size = 4
+seq_len = 32
+learning_rate = 3e-3
+[qat]
+steps = 2
+learning_rate = 5e-4
+float_equal_tokens = false
+[quant]
+scheme = "W4A16"
+group_size = 32
+[eval]
+context = 32
+max_tokens = 256
+"#;
+
+#[test]
+fn a_fault_in_the_export_of_a_trained_recipe_is_red() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("micro.toml");
+    std::fs::write(&file, MICRO.replace("DATA", &format!("{}/recipes/data/pydoc", env!("CARGO_MANIFEST_DIR"))))
+        .unwrap();
+    let recipe = Recipe::load(&file, &[]).unwrap();
+    let global = Global { json: true, threads: Some(2), device: "cpu".into() };
+    let run = dir.path().join("run");
+    let trained = train_recipe(&recipe, &run, &global).unwrap();
+    let policy = &suite().recipes[0].tolerance;
+    let good = add_checks(trained.clone(), &run).unwrap();
+    let path = Path::new("micro.json");
+    let baseline = Baseline::of_report(path, "quick", "micro", &good, policy, Hardware::detect(), "test").unwrap();
+    let red = |report: &Report| -> BTreeSet<String> {
+        let checks = compare(&baseline, report, policy, &Hardware::detect()).unwrap();
+        checks.into_iter().filter(|c| c.verdict.fails()).map(|c| format!("{}/{}", c.row, c.metric)).collect()
+    };
+    assert_eq!(red(&good), BTreeSet::new());
+    let expected = |metrics: [&str; 2]| metrics.map(|m| format!("exported/{m}")).into();
+    let module = "model.layers.0.mlp.down_proj";
+    let exported = run.join(place::EXPORTED);
+    // A bf16 scale by one ulp, then back; then one code by one step.
+    edit(&exported, &format!("{module}.weight_scale"), |b| b[0] ^= 1);
+    assert_eq!(red(&add_checks(trained.clone(), &run).unwrap()), expected(["requantize_mismatches", "scales_sha256"]));
+    edit(&exported, &format!("{module}.weight_scale"), |b| b[0] ^= 1);
+    edit(&exported, &format!("{module}.weight_packed"), |b| b[0] ^= 1);
+    assert_eq!(red(&add_checks(trained.clone(), &run).unwrap()), expected(["codes_sha256", "requantize_mismatches"]));
+    edit(&exported, &format!("{module}.weight_packed"), |b| b[0] ^= 1);
+    assert_eq!(red(&add_checks(trained, &run).unwrap()), BTreeSet::new());
 }

@@ -14,7 +14,12 @@ use std::path::Path;
 /// # Errors
 /// What training refuses; exit code 3 for a run folder without the export or the weights it was made from.
 pub fn measure(recipe: &Recipe, dir: &Path, global: &Global) -> Result<Report, CliError> {
-    let mut report = train_recipe(recipe, dir, global)?;
+    let report = train_recipe(recipe, dir, global)?;
+    add_checks(report, dir)
+}
+
+/// Adds to `report` what the run folder `dir` holds.
+pub(super) fn add_checks(mut report: Report, dir: &Path) -> Result<Report, CliError> {
     let export = Checkpoint::open(&dir.join(place::EXPORTED))?;
     let masters = Checkpoint::open(&dir.join(place::MASTER))?;
     let Some(at) = report.rows.iter().position(|r| r.name == "exported") else {
