@@ -1,3 +1,5 @@
+//! Tests of the kernels beside this file.
+
 use super::*;
 use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix};
 

@@ -1,3 +1,5 @@
+//! Tests of the kernels beside this file.
+
 use super::exp::exp;
 use super::*;
 
