@@ -183,11 +183,14 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
     Ok(export_folder(&run.join(place::EXPORTED), &config, tensors, Some(&plan.quant), aux(), true)?)
 }
 
+/// Logits `[len, vocab]` of one window of tokens.
+type Forward<'a> = Box<dyn FnMut(&[u32]) -> Result<Vec<f32>, CliError> + 'a>;
+
 /// A row in the making.
 struct Candidate<'a> {
     name: &'static str,
     bits_per_weight: f64,
-    forward: Box<dyn FnMut(&[u32]) -> Result<Vec<f32>, CliError> + 'a>,
+    forward: Forward<'a>,
     eval: TextEval,
     time: Duration,
 }
