@@ -11,7 +11,7 @@ pub struct CliError {
 
 impl CliError {
     /// An error with an exit code (design: 1 gate, 2 usage or recipe, 3 input artifact, 4 I/O, 5 device or memory,
-    /// 6 numerics, 130 interrupted).
+    /// 6 numerics, 130 interrupted: `main` makes it 143 after SIGTERM).
     pub fn new(code: u8, message: impl Into<String>) -> Self {
         Self { code, message: message.into(), hint: None }
     }

@@ -3,6 +3,7 @@
 
 mod commands;
 mod error;
+mod interrupt;
 mod jobs;
 mod output;
 mod plot;
@@ -126,7 +127,7 @@ fn main() -> ExitCode {
         Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(e)) => {
             e.print(json);
-            ExitCode::from(e.code())
+            ExitCode::from(if e.code() == 130 { interrupt::exit_code() } else { e.code() })
         }
         Err(_) => {
             let words = LAST_PANIC.lock().map(|s| s.replace('\n', " ")).unwrap_or_default();

@@ -9,14 +9,17 @@
 //! Not here: file formats (a disk layout never reaches a kernel), models, training loops.
 
 pub mod attention;
+mod bandwidth;
 pub mod conv;
 pub mod elementwise;
 pub mod fake_quant;
 mod isa;
 pub mod linear;
+mod memory;
 mod parallel;
 mod simd;
 pub mod train;
 
+pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
 pub use linear::{FloatLinear, Int4Linear, Int8Linear, Linear, matmul_many};

@@ -2,7 +2,8 @@
 
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::Checkpoint;
-use dsq_runtime::{LlamaRuntime, Logits, measure_read_bandwidth};
+use dsq_kernels::measure_read_bandwidth;
+use dsq_runtime::{LlamaRuntime, Logits};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;

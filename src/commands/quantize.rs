@@ -6,7 +6,7 @@ use dsq_checkpoint::{
     Checkpoint, Dtype, ExportTensor, FolderWriter, LinearSpec, LinearWeight, ModelConfig, Proof, SourceRecord,
     check_groups, check_output, export_folder, printable,
 };
-use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver};
 use rayon::prelude::*;
 use serde_json::json;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Preset: W4A16.
+    /// Preset: W4A16 or W8A16.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
     /// Which weights share a scale.
@@ -34,15 +34,23 @@ pub struct Args {
     /// Store a zero point for each scale.
     #[arg(long)]
     asymmetric: bool,
-    /// Dtype of the stored scales (default: that of the model's weights; f32 for a GGUF file).
+    /// How a layer's values give the range of its grid.
+    #[arg(long, value_enum, default_value = "minmax")]
+    observer: ObserverName,
+    /// Dtype of the stored scales (default: that of the model's weights; f16 for a GGUF file, whose own scales are f16).
     #[arg(long, value_name = "f16|bf16|f32")]
     scale_dtype: Option<FloatType>,
-    /// Dtype of the tensors that stay in float (default: as stored; f32 for a GGUF file).
+    /// Dtype of the tensors that stay in float (default: as stored; f16 for a GGUF file).
     #[arg(long, value_name = "f16|bf16|f32")]
     dtype: Option<FloatType>,
-    /// Leave these layers in float: a name, the last part of one, or re: and a regular expression. `lm_head` always is.
+    /// Leave these layers in float: a name, the last part of one, or re: and a regular expression. `lm_head` is, unless
+    /// it is overridden.
     #[arg(long, value_name = "PATTERN")]
     ignore: Vec<String>,
+    /// Another scheme for some layers, and if given another group size, `channel` or `tensor`. `lm_head=W8A16` stores the
+    /// head of a tied model as a matrix of its own, beside the float embedding.
+    #[arg(long = "override", value_name = "PATTERN=SCHEME[:N|channel|tensor]")]
+    overrides: Vec<String>,
     /// Replace the output folder if it holds a model.
     #[arg(long)]
     overwrite: bool,
@@ -53,6 +61,14 @@ enum GranularityName {
     Group,
     Channel,
     Tensor,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+enum ObserverName {
+    /// Smallest and largest value.
+    Minmax,
+    /// The share of that range with the least squared error.
+    Mse,
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug)]
@@ -73,16 +89,19 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
-    let config = quant_config(&args, &ckpt)?;
-    check_groups(&args.model, ckpt.config(), &config)?;
+    let mut model = ckpt.config().clone();
+    let config = quant_config(&args, &ckpt, &mut model)?;
+    check_groups(&args.model, &model, &config)?;
     let aux = ckpt.aux_files()?;
 
-    let layers = quantize_layers(&args, global, &ckpt, &config)?;
+    let specs: Vec<LinearSpec> =
+        model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
+    let layers = quantize_layers(&args, global, &ckpt, &config, &specs)?;
     let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
     let mut tensors = Vec::with_capacity(layers.len());
     tensors.extend(layers.into_iter().map(|l| l.tensor));
-    tensors.extend(float_tensors(&args, &ckpt, &config)?);
-    let proof = export_folder(&args.out, ckpt.config(), tensors, Some(&config), aux, args.overwrite)?;
+    tensors.extend(float_tensors(&args, &ckpt, &specs)?);
+    let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
     report(&args, global, &proof, &degenerate);
     Ok(0)
 }
@@ -92,8 +111,8 @@ fn degenerate_entry(layer: &Layer) -> (String, usize) {
     (module.clone(), layer.degenerate)
 }
 
-/// The scheme and what it leaves alone, checked against the model.
-fn quant_config(args: &Args, ckpt: &Checkpoint) -> Result<QuantConfig, CliError> {
+/// The schemes and what they leave alone, checked against the model; unties `model`'s head if it gets a scheme.
+fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Result<QuantConfig, CliError> {
     let at = printable(&args.model.to_string_lossy());
     if ckpt.quantization().is_some() {
         return Err(CliError::usage(format!(
@@ -117,36 +136,88 @@ fn quant_config(args: &Args, ckpt: &Checkpoint) -> Result<QuantConfig, CliError>
     if args.group_size == 0 {
         return Err(CliError::usage("--group-size: expected at least 1, got 0"));
     }
-    let scale_dtype = args.scale_dtype.unwrap_or_else(|| ckpt.main_dtype());
-    let mut scheme = QuantScheme::preset(&args.scheme, granularity, scale_dtype)
-        .map_err(|e| CliError::usage(format!("--scheme: {e}")))?;
+    let scale_dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
+    let scheme = weight_scheme(args, "--scheme", &args.scheme, granularity, scale_dtype)?;
+    let mut names: Vec<String> = model.linears().into_iter().map(|l| l.module).collect();
+    let mut ignore = model.default_ignore();
+    names.extend(ignore.iter().filter(|&n| !names.contains(n)).cloned().collect::<Vec<_>>());
+    ignore.extend(args.ignore.iter().cloned());
+    let mut config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
+    for text in &args.overrides {
+        config.overrides.push(read_override(args, text, granularity, scale_dtype)?);
+    }
+    if let ModelConfig::Llama(c) = model {
+        c.tie_word_embeddings &= config.scheme_for("lm_head").is_none();
+    }
+    let unmatched = config.unmatched(&names);
+    if !unmatched.is_empty() {
+        return Err(CliError::usage(format!(
+            "--ignore, --override: expected patterns that match a linear layer, got {}, which match none",
+            unmatched.join(", ")
+        ))
+        .with_hint(format!("layer names look like {}", names[0])));
+    }
+    if !model.linears().iter().any(|l| config.scheme_for(&l.module).is_some()) {
+        return Err(CliError::usage("--ignore: expected at least one layer to quantize, got none"));
+    }
+    Ok(config)
+}
+
+/// The dtype that scales and float tensors get when none is asked for; `None`: as the source stores them.
+fn default_dtype(ckpt: &Checkpoint) -> Option<FloatType> {
+    ckpt.is_gguf().then_some(FloatType::F16)
+}
+
+/// A preset for weights only.
+fn weight_scheme(
+    args: &Args,
+    option: &str,
+    name: &str,
+    granularity: Granularity,
+    scale_dtype: FloatType,
+) -> Result<QuantScheme, CliError> {
+    let mut scheme =
+        QuantScheme::preset(name, granularity, scale_dtype).map_err(|e| CliError::usage(format!("{option}: {e}")))?;
     if scheme.activations.is_some() {
         return Err(CliError::usage(format!(
-            "--scheme: activations need calibration or training, which `dsq quantize` does not do; expected W4A16, got {}",
-            args.scheme
+            "{option}: activations need calibration or training, which `dsq quantize` does not do; expected W4A16 or W8A16, got {name}"
         ))
         .with_hint("use a recipe: dsq train"));
     }
     if args.asymmetric {
         scheme.weights.mapping = Mapping::Asymmetric;
     }
-    let mut names: Vec<String> = ckpt.config().linears().into_iter().map(|l| l.module).collect();
-    let mut ignore = ckpt.config().default_ignore();
-    names.extend(ignore.iter().cloned());
-    ignore.extend(args.ignore.iter().cloned());
-    let config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
-    let unmatched = config.unmatched(&names);
-    if !unmatched.is_empty() {
-        return Err(CliError::usage(format!(
-            "--ignore: expected patterns that match a linear layer, got {}, which match none",
-            unmatched.join(", ")
-        ))
-        .with_hint(format!("layer names look like {}", names[0])));
-    }
-    if !ckpt.config().linears().iter().any(|l| config.scheme_for(&l.module).is_some()) {
-        return Err(CliError::usage("--ignore: expected at least one layer to quantize, got none"));
-    }
-    Ok(config)
+    scheme.weights.observer = match args.observer {
+        ObserverName::Minmax => WeightObserver::MinMax,
+        ObserverName::Mse => WeightObserver::Mse,
+    };
+    Ok(scheme)
+}
+
+/// `PATTERN=SCHEME[:N|channel|tensor]`.
+fn read_override(
+    args: &Args,
+    text: &str,
+    granularity: Granularity,
+    scale_dtype: FloatType,
+) -> Result<(Pattern, QuantScheme), CliError> {
+    let wrong = |got: &str| {
+        let got = printable(got);
+        CliError::usage(format!("--override: expected PATTERN=SCHEME[:N|channel|tensor], got {got:?}"))
+    };
+    // From the right: a pattern may hold `=` and `:`.
+    let (pattern, scheme) = text.rsplit_once('=').filter(|(p, _)| !p.is_empty()).ok_or_else(|| wrong(text))?;
+    let (name, granularity) = match scheme.split_once(':') {
+        None => (scheme, granularity),
+        Some((name, "channel")) => (name, Granularity::PerChannel),
+        Some((name, "tensor")) => (name, Granularity::PerTensor),
+        Some((name, n)) => {
+            let n = n.parse().ok().filter(|&n: &usize| n > 0).ok_or_else(|| wrong(text))?;
+            (name, Granularity::PerGroup(n))
+        }
+    };
+    let pattern = Pattern::new(pattern).map_err(|e| CliError::usage(format!("--override: {e}")))?;
+    Ok((pattern, weight_scheme(args, "--override", name, granularity, scale_dtype)?))
 }
 
 /// Quantizes every layer that the scheme names, one layer a task; the codes do not depend on the number of threads.
@@ -155,9 +226,8 @@ fn quantize_layers(
     global: &Global,
     ckpt: &Checkpoint,
     config: &QuantConfig,
+    specs: &[LinearSpec],
 ) -> Result<Vec<Layer>, CliError> {
-    let specs: Vec<LinearSpec> =
-        ckpt.config().linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
     let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(global.threads())
@@ -177,12 +247,18 @@ fn quantize_layers(
 }
 
 fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &LinearSpec) -> Result<Layer, CliError> {
-    let name = format!("{}.weight", spec.module);
+    // The source of a tied head is the embedding.
+    let name = match spec.module.as_str() {
+        "lm_head" if ckpt.info("lm_head.weight").is_none() => "model.embed_tokens.weight".to_string(),
+        module => format!("{module}.weight"),
+    };
     let refuse = |e| CliError::from(dsq_checkpoint::CheckpointError::quant(&args.model, &name, e));
     let LinearWeight::Float { n, k, data } = ckpt.linear(&spec.module)? else {
         return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
     };
-    let weights = config.scheme.weights;
+    let Some(&QuantScheme { weights, .. }) = config.scheme_for(&spec.module) else {
+        return Err(CliError::new(70, format!("{name}: no scheme names this layer")));
+    };
     let matrix = match args.method {
         Method::Rtn => QuantizedMatrix::quantize(&data, n, k, weights).map_err(refuse)?,
     };
@@ -194,16 +270,11 @@ fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &L
 }
 
 /// Everything that is not quantized: copied bit for bit, or converted to --dtype.
-fn float_tensors(args: &Args, ckpt: &Checkpoint, config: &QuantConfig) -> Result<Vec<ExportTensor>, CliError> {
-    let quantized: Vec<String> = ckpt
-        .config()
-        .linears()
-        .into_iter()
-        .filter(|l| config.scheme_for(&l.module).is_some())
-        .map(|l| format!("{}.weight", l.module))
-        .collect();
+fn float_tensors(args: &Args, ckpt: &Checkpoint, quantized: &[LinearSpec]) -> Result<Vec<ExportTensor>, CliError> {
+    let quantized: Vec<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
     let names = ckpt.names().into_iter().filter(|n| !quantized.contains(n));
-    names.map(|name| float_tensor(ckpt, name, args.dtype)).collect()
+    let dtype = args.dtype.or(default_dtype(ckpt));
+    names.map(|name| float_tensor(ckpt, name, dtype)).collect()
 }
 
 /// One tensor of a source as it goes into a float folder.

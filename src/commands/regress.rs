@@ -51,7 +51,14 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             let dir = folder.join(job.name());
             match job {
                 Job::Fixed => regress::fixed::measure(&dir, global.threads(), &mut |_, _| {}),
-                Job::Recipe(r) => regress::recipe::measure(&Recipe::load(&r.path, &r.set)?, &dir, global),
+                Job::Recipe(r) => {
+                    let measured = regress::recipe::measure(&Recipe::load(&r.path, &r.set)?, &dir, global);
+                    // A suite starts from the beginning: the hint of the training, to resume, does not help here.
+                    measured.map_err(|e| match e.code() {
+                        130 => CliError::new(130, format!("interrupted in {}; nothing was compared", job.name())),
+                        _ => e,
+                    })
+                }
             }
         },
     )?;

@@ -2,12 +2,11 @@
 
 use crate::jobs::{Start, Tick, cnn, lm};
 use crate::recipe::{Job, Recipe};
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, interrupt, output};
 use dsq_eval::Report;
 use dsq_train::Control;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Options of `dsq train`.
 #[derive(clap::Args, Debug)]
@@ -70,7 +69,7 @@ fn train(
     global: &Global,
 ) -> Result<Report, CliError> {
     global.use_threads();
-    let stop = stop_flag()?;
+    let stop = interrupt::stop_flag()?;
     let mut bar: Option<(String, indicatif::ProgressBar)> = None;
     let mut on_tick = |tick: &Tick| {
         if bar.as_ref().is_none_or(|(phase, _)| phase != tick.phase) {
@@ -96,21 +95,4 @@ fn train(
         if report.is_ok() { bar.finish() } else { bar.abandon() }
     }
     report
-}
-
-/// Raised by the first Ctrl-C or SIGTERM: the step is finished and saved. A second one ends the process at once.
-fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
-    static FLAG: std::sync::OnceLock<Arc<AtomicBool>> = std::sync::OnceLock::new();
-    if let Some(flag) = FLAG.get() {
-        return Ok(flag.clone());
-    }
-    let flag = FLAG.get_or_init(Arc::default).clone();
-    let raised = flag.clone();
-    ctrlc::set_handler(move || {
-        if raised.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
-        }
-    })
-    .map_err(|e| CliError::new(70, format!("cannot listen for Ctrl-C: {e}")))?;
-    Ok(flag)
 }

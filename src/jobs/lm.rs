@@ -9,7 +9,7 @@ use crate::recipe::{DataFile, LmJob};
 use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
-use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix};
+use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix, WeightObserver};
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
 use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, qat, train_lm};
 use std::collections::BTreeMap;
@@ -188,7 +188,7 @@ type Forward<'a> = Box<dyn FnMut(&[u32]) -> Result<Vec<f32>, CliError> + 'a>;
 
 /// A row in the making.
 struct Candidate<'a> {
-    name: &'static str,
+    name: &'a str,
     bits_per_weight: f64,
     forward: Forward<'a>,
     eval: TextEval,
@@ -204,13 +204,27 @@ fn evaluate(
     run: &Path,
     start: &mut Start,
 ) -> Result<Report, CliError> {
-    let rtn = qat::prepare(outcome.float.clone(), &plan.quant)?;
+    // What rounding alone gives: of the float model, and of the float model that saw as many tokens as the QAT one; by
+    // the whole range, as is usual, and by the recipe's own observer where that is another.
+    let mut whole_range = plan.quant.clone();
+    whole_range.scheme.weights.observer = WeightObserver::MinMax;
+    let mut rounded = Vec::new();
+    for (suffix, model) in [("", Some(&outcome.float)), ("_equal_tokens", outcome.float_equal_tokens.as_ref())] {
+        let Some(model) = model else { continue };
+        rounded.push((format!("rtn{suffix}"), qat::round_to_nearest(model.clone(), &whole_range)?));
+        if plan.quant.scheme.weights.observer == WeightObserver::Mse {
+            rounded.push((format!("rtn_mse{suffix}"), qat::round_to_nearest(model.clone(), &plan.quant)?));
+        }
+    }
     let runtime = LlamaRuntime::load(&Checkpoint::open(&run.join(place::EXPORTED))?, start.global.threads())?;
     let mut cache = runtime.new_cache(job.eval_context)?;
-    let mut candidates = vec![graph("float", 32.0, &outcome.float), graph("rtn", proof.bits_per_weight, &rtn)];
+    let mut candidates = vec![graph("float", 32.0, &outcome.float)];
+    let of = |equal: bool| rounded.iter().filter(move |(name, _)| name.ends_with("_equal_tokens") == equal);
+    candidates.extend(of(false).map(|(name, model)| graph(name, proof.bits_per_weight, model)));
     candidates.push(graph("qat", proof.bits_per_weight, &outcome.qat));
     if let Some(model) = &outcome.float_equal_tokens {
         candidates.push(graph("float_equal_tokens", 32.0, model));
+        candidates.extend(of(true).map(|(name, model)| graph(name, proof.bits_per_weight, model)));
     }
     candidates.push(Candidate {
         name: "exported",
@@ -256,7 +270,7 @@ fn evaluate(
 }
 
 /// A model evaluated in the training graph.
-fn graph<'a>(name: &'static str, bits_per_weight: f64, model: &'a Llama) -> Candidate<'a> {
+fn graph<'a>(name: &'a str, bits_per_weight: f64, model: &'a Llama) -> Candidate<'a> {
     Candidate {
         name,
         bits_per_weight,

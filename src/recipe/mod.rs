@@ -7,7 +7,7 @@ use crate::error::CliError;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
-use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme};
+use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
 use dsq_train::{CnnTrainConfig, LmPhase};
 use reader::Section;
@@ -341,11 +341,17 @@ fn read_quant(mut quant: Section) -> Result<QuantSettings, CliError> {
         Some(granularity) => granularity,
         None => Granularity::PerGroup(quant.count("group_size", 1..=65_536, Some(128))?),
     };
+    let observer = quant.choice(
+        "observer",
+        &[("minmax", WeightObserver::MinMax), ("mse", WeightObserver::Mse)],
+        Some(WeightObserver::MinMax),
+    )?;
     let ignore = quant.strings("ignore")?;
     for text in &ignore {
         Pattern::new(text).map_err(|e| quant.error(e))?;
     }
-    let scheme = QuantScheme::preset(&scheme, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    let mut scheme = QuantScheme::preset(&scheme, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    scheme.weights.observer = observer;
     quant.finish()?;
     Ok(QuantSettings { scheme, ignore })
 }

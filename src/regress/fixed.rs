@@ -162,6 +162,7 @@ fn export(out: &Path, args: Option<QuantArgs>) -> Result<(), CliError> {
         tensors.push(ExportTensor::Float { name, shape, data, dtype: FloatType::F32 });
     }
     let scheme = args.map(|weights| QuantConfig {
+        overrides: Vec::new(),
         scheme: QuantScheme { weights, activations: None },
         ignore: Vec::<Pattern>::new(),
     });

@@ -183,24 +183,32 @@ pub fn export_folder(
 /// [`CheckpointError::Usage`] (exit code 2).
 pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> Result<(), CheckpointError> {
     let mut bad: Vec<(String, usize)> = Vec::new();
+    let mut sizes: Vec<usize> = Vec::new();
     let (mut good_leaves, mut divisor) = (HashSet::new(), 0);
     for spec in config.linears() {
         let Some(s) = scheme.scheme_for(&spec.module) else { continue };
         let k = spec.k();
         divisor = gcd(divisor, k);
         match s.weights.group_len(k) {
-            Err(_) => bad.push((spec.module, k)),
+            Err(QuantError::GroupNotDividing { group_size, .. }) => {
+                bad.push((spec.module, k));
+                if !sizes.contains(&group_size) {
+                    sizes.push(group_size);
+                }
+            }
+            Err(e) => return Err(CheckpointError::quant(file, &spec.module, e)),
             Ok(_) => {
                 good_leaves.insert(leaf(&spec.module).to_owned());
             }
         }
     }
-    let dsq_quant::Granularity::PerGroup(group_size) = scheme.scheme.weights.granularity else { return Ok(()) };
     if bad.is_empty() {
         return Ok(());
     }
+    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
     let problem = format!(
-        "expected a group size that divides in_features of every quantized layer, got {group_size}, which does not divide {} of them: {}",
+        "expected a group size that divides in_features of every quantized layer, got {}, which does not divide {} of them: {}",
+        sizes.join(" and "),
         bad.len(),
         list_layers(&bad).join(", ")
     );

@@ -136,17 +136,14 @@ mod tests {
             let text = |key: &str| case[key].as_str().unwrap();
             let name = text("name");
             let [n, k] = [0, 1].map(|i| case["shape"][i].as_u64().unwrap() as usize);
-            let args = QuantArgs {
-                qtype: QuantType::Int4,
-                granularity: match text("strategy") {
-                    "group" => Granularity::PerGroup(case["group_size"].as_u64().unwrap() as usize),
-                    "channel" => Granularity::PerChannel,
-                    "tensor" => Granularity::PerTensor,
-                    other => panic!("{other}"),
-                },
-                mapping: if case["symmetric"] == true { Mapping::Symmetric } else { Mapping::Asymmetric },
-                scale_dtype: text("scale_dtype").parse().unwrap(),
+            let granularity = match text("strategy") {
+                "group" => Granularity::PerGroup(case["group_size"].as_u64().unwrap() as usize),
+                "channel" => Granularity::PerChannel,
+                "tensor" => Granularity::PerTensor,
+                other => panic!("{other}"),
             };
+            let mapping = if case["symmetric"] == true { Mapping::Symmetric } else { Mapping::Asymmetric };
+            let args = QuantArgs { mapping, ..QuantArgs::int4(granularity, text("scale_dtype").parse().unwrap()) };
             let w = file.read_f32(&format!("{}.weight", text("matrix"))).unwrap();
             let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
             let stored = |part: &str| file.read_stored(&format!("{name}.{part}"));

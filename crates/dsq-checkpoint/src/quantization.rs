@@ -3,7 +3,7 @@
 
 use crate::CheckpointError;
 use crate::config::fields::{Fields, show};
-use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantType};
+use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantType, WeightObserver};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -222,8 +222,13 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
             return Err(f.error("actorder", format!("expected null, \"weight\" or \"static\", got {}", show(v))));
         }
     }
-    f.refuse_the_rest(&["observer", "observer_kwargs", "scale_dtype", "zp_dtype"])?;
-    Ok(QuantArgs { qtype, granularity, mapping, scale_dtype: FloatType::F32 })
+    // Where the scales came from; another observer than dsq's own changes nothing that is read here.
+    let observer = match f.string("observer")? {
+        Some("mse") => WeightObserver::Mse,
+        _ => WeightObserver::MinMax,
+    };
+    f.refuse_the_rest(&["observer_kwargs", "scale_dtype", "zp_dtype"])?;
+    Ok(QuantArgs { qtype, granularity, mapping, scale_dtype: FloatType::F32, observer })
 }
 
 fn args_value(args: &QuantArgs) -> Value {
@@ -239,5 +244,9 @@ fn args_value(args: &QuantArgs) -> Value {
         "strategy": strategy,
         "group_size": group_size,
         "dynamic": false,
+        "observer": match args.observer {
+            WeightObserver::MinMax => "minmax",
+            WeightObserver::Mse => "mse",
+        },
     })
 }

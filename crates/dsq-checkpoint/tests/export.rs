@@ -34,7 +34,7 @@ fn every_scheme_reads_back_equal() {
         for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)] {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for dtype in FloatType::ALL {
-                    let args = QuantArgs { qtype, granularity, mapping, scale_dtype: dtype };
+                    let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, dtype) };
                     let (config, q) = (llama(false), scheme(args));
                     let layers = quantized_layers(&config, dtype, &q);
                     let out = dir.path().join("m");

@@ -27,6 +27,12 @@ impl Linear {
         self.quant.as_ref()
     }
 
+    /// Replaces the weight, `[n, k]`, row major; same shape.
+    pub fn set_values(&mut self, weight: Vec<f32>) {
+        let old = self.weight.val();
+        self.weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, old.dims()), &old.device()));
+    }
+
     /// Switches fake quantization of the weight on or off. The caller has checked the shape
     /// ([`crate::fake_quant::check_shape`]).
     pub fn set_quant(&mut self, quant: Option<QuantArgs>) {

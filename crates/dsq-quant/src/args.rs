@@ -1,7 +1,7 @@
 //! How one tensor is quantized: code range, grouping, mapping, scale dtype, and the one place that turns a
 //! range into a scale and a value into a code. Not the walk over a matrix (see `matrix.rs`).
 
-use crate::{FloatType, QuantError};
+use crate::{FloatType, QuantError, WeightObserver};
 use serde::{Deserialize, Serialize};
 
 /// The type of a stored code.
@@ -78,12 +78,21 @@ pub struct QuantArgs {
     pub mapping: Mapping,
     /// Dtype in which scales are stored.
     pub scale_dtype: FloatType,
+    /// How a weight's own values give the range of its grid.
+    #[serde(default)]
+    pub observer: WeightObserver,
 }
 
 impl QuantArgs {
-    /// Symmetric INT4 weights.
+    /// Symmetric INT4 weights, ranges from minimum and maximum.
     pub fn int4(granularity: Granularity, scale_dtype: FloatType) -> Self {
-        Self { qtype: QuantType::Int4, granularity, mapping: Mapping::Symmetric, scale_dtype }
+        Self {
+            qtype: QuantType::Int4,
+            granularity,
+            mapping: Mapping::Symmetric,
+            scale_dtype,
+            observer: WeightObserver::MinMax,
+        }
     }
 
     /// The group length along `k`: `k` itself for per-channel and per-tensor.

@@ -1,6 +1,6 @@
 //! Which layers get which scheme: named presets, targets, ignore patterns. Not a recipe file (see the `dsq` package).
 
-use crate::{FloatType, Granularity, Mapping, QuantArgs, QuantError, QuantType};
+use crate::{FloatType, Granularity, Mapping, QuantArgs, QuantError, QuantType, WeightObserver};
 use serde::{Deserialize, Serialize};
 
 /// How the weights and the input activations of a layer are quantized. `activations: None` means float activations.
@@ -14,22 +14,27 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 2] = ["W4A16", "W4A4"];
+    pub const PRESETS: [&'static str; 3] = ["W4A16", "W8A16", "W4A4"];
 
-    /// A preset by its name (vLLM's spelling): `W4A16` symmetric INT4 weights and float activations; `W4A4`
-    /// symmetric INT4 weights and asymmetric static per-tensor INT4 activations.
+    /// A preset by its name (vLLM's spelling): `W4A16` and `W8A16` symmetric INT4 and INT8 weights and float activations;
+    /// `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations.
     ///
     /// # Errors
     /// [`QuantError::Setting`] for another name, listing the presets.
     pub fn preset(name: &str, granularity: Granularity, scale_dtype: FloatType) -> Result<Self, QuantError> {
-        let weights = QuantArgs::int4(granularity, scale_dtype);
+        let mut weights = QuantArgs::int4(granularity, scale_dtype);
         let activations = match name {
             "W4A16" => None,
+            "W8A16" => {
+                weights.qtype = QuantType::Int8;
+                None
+            }
             "W4A4" => Some(QuantArgs {
                 qtype: QuantType::Int4,
                 granularity: Granularity::PerTensor,
                 mapping: Mapping::Asymmetric,
                 scale_dtype: FloatType::F32,
+                observer: WeightObserver::MinMax,
             }),
             _ => {
                 return Err(QuantError::Setting {
@@ -82,13 +87,15 @@ impl Pattern {
     }
 }
 
-/// A scheme for every linear layer but the ignored ones.
+/// A scheme for every linear layer but the ignored ones, and other schemes for some.
 #[derive(Debug, Clone)]
 pub struct QuantConfig {
     /// The scheme.
     pub scheme: QuantScheme,
     /// Layers to leave in float.
     pub ignore: Vec<Pattern>,
+    /// Layers with a scheme of their own, also when `ignore` matches them; the first that matches counts.
+    pub overrides: Vec<(Pattern, QuantScheme)>,
 }
 
 impl QuantConfig {
@@ -97,17 +104,22 @@ impl QuantConfig {
     /// # Errors
     /// As [`Pattern::new`].
     pub fn new(scheme: QuantScheme, ignore: &[String]) -> Result<Self, QuantError> {
-        Ok(Self { scheme, ignore: ignore.iter().map(|t| Pattern::new(t)).collect::<Result<_, _>>()? })
+        let ignore = ignore.iter().map(|t| Pattern::new(t)).collect::<Result<_, _>>()?;
+        Ok(Self { scheme, ignore, overrides: Vec::new() })
     }
 
     /// The scheme of the layer `name`, or `None` when it stays in float.
     pub fn scheme_for(&self, name: &str) -> Option<&QuantScheme> {
+        if let Some((_, scheme)) = self.overrides.iter().find(|(p, _)| p.matches(name)) {
+            return Some(scheme);
+        }
         (!self.ignore.iter().any(|p| p.matches(name))).then_some(&self.scheme)
     }
 
-    /// Ignore patterns that match none of `names`: most likely a typo.
+    /// Ignore and override patterns that match none of `names`: most likely a typo.
     pub fn unmatched<'a>(&'a self, names: &[String]) -> Vec<&'a str> {
-        self.ignore.iter().filter(|p| !names.iter().any(|n| p.matches(n))).map(Pattern::text).collect()
+        let patterns = self.ignore.iter().chain(self.overrides.iter().map(|(p, _)| p));
+        patterns.filter(|p| !names.iter().any(|n| p.matches(n))).map(Pattern::text).collect()
     }
 }
 
@@ -125,6 +137,12 @@ mod tests {
         let kept: Vec<_> = names.iter().filter(|n| config.scheme_for(n).is_none()).map(String::as_str).collect();
         assert_eq!(kept, ["model.layers.0.mlp.down_proj", "model.lm_head"]);
         assert_eq!(config.unmatched(&names), ["re:vision_.*", "layers.0"]);
+        let w8 = QuantScheme::preset("W8A16", Granularity::PerChannel, FloatType::Bf16).unwrap();
+        let overrides = ["lm_head", "nothing"].map(|t| (Pattern::new(t).unwrap(), w8)).to_vec();
+        let config = QuantConfig { overrides, ..config };
+        assert_eq!(config.scheme_for("model.lm_head"), Some(&w8), "an override goes before ignore");
+        assert_eq!(config.scheme_for("model.layers.0.mlp.up_proj"), Some(&scheme));
+        assert_eq!(config.unmatched(&names), ["re:vision_.*", "layers.0", "nothing"]);
         assert!(matches!(Pattern::new("re:(").unwrap_err(), QuantError::Setting { field: "pattern", .. }));
     }
 

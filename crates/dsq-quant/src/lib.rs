@@ -16,6 +16,7 @@ mod float;
 mod matrix;
 mod observer;
 mod pack;
+mod weight_observer;
 
 pub use args::{Granularity, Mapping, QParams, QuantArgs, QuantType};
 pub use config::{Pattern, QuantConfig, QuantScheme};
@@ -24,3 +25,4 @@ pub use float::FloatType;
 pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
 pub use pack::{pack_i32, packed_words, unpack_i32};
+pub use weight_observer::WeightObserver;

@@ -25,8 +25,7 @@ pub struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Rounds `w` (`[n, k]`, row major) to the nearest point of the grid that its own minimum and maximum give
-    /// (RTN).
+    /// Rounds `w` (`[n, k]`, row major) to the nearest point of the grid that its own values give (RTN).
     ///
     /// # Errors
     /// Non-finite values, a scale that overflows, a group size that does not divide `k`, a wrong length.
@@ -35,7 +34,7 @@ impl QuantizedMatrix {
         Self::quantize_with(w, n, k, args, &params)
     }
 
-    /// The quantization parameters that `w`'s own minima and maxima give, one for each scale, row major.
+    /// The quantization parameters that `w`'s own values give by `args.observer`, one for each scale, row major.
     ///
     /// # Errors
     /// As [`QuantizedMatrix::quantize`].
@@ -48,7 +47,7 @@ impl QuantizedMatrix {
             .enumerate()
             .map(|(i, chunk)| {
                 let (lo, hi) = min_max(chunk);
-                args.qparams(lo, hi).map_err(|e| match e {
+                args.weight_qparams(lo, hi, |p| args.squared_error(chunk, p)).map_err(|e| match e {
                     QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
                         QuantError::ScaleOverflow { group: i, lo, hi, scale, dtype }
                     }

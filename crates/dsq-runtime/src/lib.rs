@@ -1,7 +1,6 @@
 //! Inference: a packed or float model as kernels want it, tokenizer, chat template, sampler. Reads models through
 //! `dsq-checkpoint` only, knows no training and prints nothing.
 
-mod bandwidth;
 mod cache;
 mod chat;
 mod cnn;
@@ -12,7 +11,6 @@ mod rope;
 mod sampler;
 mod tokenizer;
 
-pub use bandwidth::measure_read_bandwidth;
 pub use cache::KvCache;
 pub use chat::{ChatTemplate, Message};
 pub use cnn::CnnRuntime;

@@ -28,6 +28,24 @@ pub fn release(mut model: Llama) -> Llama {
     model
 }
 
+/// Post-training quantization by rounding: a float model whose weights lie on the grid, the model that `convert` and an
+/// export of `model` would give.
+///
+/// # Errors
+/// As [`prepare`] and [`convert`].
+pub fn round_to_nearest(model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
+    let model = prepare(model, config)?;
+    let quantized = convert(&model)?;
+    let mut model = release(model);
+    let mut next = quantized.into_iter().peekable();
+    for (name, layer) in model.linears_mut() {
+        if let Some((_, matrix)) = next.next_if(|(n, _)| *n == name) {
+            layer.set_values(matrix.dequantize());
+        }
+    }
+    Ok(model)
+}
+
 /// The matrices that ship, by module name: the weights of the prepared layers, quantized by the formula that the
 /// forward pass used.
 ///

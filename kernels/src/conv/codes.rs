@@ -149,7 +149,7 @@ mod tests {
             (QuantType::Int4, Mapping::Asymmetric),
             (QuantType::Int8, Mapping::Asymmetric),
         ] {
-            let args = QuantArgs { qtype, mapping, granularity: Granularity::PerChannel, scale_dtype: FloatType::F32 };
+            let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(Granularity::PerChannel, FloatType::F32) };
             let params: Vec<QParams> =
                 [(-1.0, 3.0), (0.0, 0.7), (-2.0, 0.0)].iter().map(|&(lo, hi)| args.qparams(lo, hi).unwrap()).collect();
             let run = 2 * TASK + 3;

@@ -241,12 +241,7 @@ mod tests {
     }
 
     fn activations(qtype: QuantType) -> QuantArgs {
-        QuantArgs {
-            qtype,
-            granularity: Granularity::PerTensor,
-            mapping: Mapping::Asymmetric,
-            scale_dtype: FloatType::F32,
-        }
+        QuantArgs { qtype, mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) }
     }
 
     #[test]

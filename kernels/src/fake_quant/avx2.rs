@@ -69,3 +69,12 @@ pub(super) unsafe fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f3
     }
     scalar::walk(&x[whole..], args, p, &mut out[whole..], &mut inside[whole..]);
 }
+
+/// The reference, compiled for wider vectors: no operation changes, and none is fused.
+///
+/// # Safety
+/// AVX2 must be present.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
+    args.squared_error(x, p)
+}

@@ -6,7 +6,8 @@
 //! - Requires: AVX2 for the fast path (found at run time); any length, tails included.
 //! - Order: element-wise; a group's minimum and maximum do not depend on the order, so any thread count gives the
 //!   same bits.
-//! - Cost: one division, one round and one multiplication for each value; two reads, one write, one mask byte.
+//! - Cost: one division, one round and one multiplication for each value; two reads, one write, one mask byte. The
+//!   search of `WeightObserver::Mse` costs 31 such walks without writes.
 //! - Error: none against the reference (bit-equal).
 
 #[cfg(target_arch = "x86_64")]
@@ -140,7 +141,7 @@ fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QP
         let count = w.iter().filter(|x| !x.is_finite()).count();
         return Err(QuantError::NonFinite { index: group * w.len() + at, value: w[at], count });
     }
-    args.qparams(range.lo, range.hi).map_err(|e| match e {
+    args.weight_qparams(range.lo, range.hi, |p| squared_error(w, args, p)).map_err(|e| match e {
         QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
             QuantError::ScaleOverflow { group, lo, hi, scale, dtype }
         }
@@ -161,6 +162,16 @@ fn range(x: &[f32]) -> Range {
         return unsafe { avx2::range(x) };
     }
     scalar::range(x)
+}
+
+/// [`QuantArgs::squared_error`]; its order is fixed, so wider vectors give the same bits.
+fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: AVX2 was found.
+        return unsafe { avx2::squared_error(x, args, p) };
+    }
+    args.squared_error(x, p)
 }
 
 fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {

@@ -1,7 +1,7 @@
 //! Tests of the kernels beside this file.
 
 use super::*;
-use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix, WeightObserver};
 
 /// xorshift, so that the kernels need no dependency for random values.
 fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
@@ -26,7 +26,9 @@ fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
         for qtype in [QuantType::Int4, QuantType::Int8] {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for scale_dtype in FloatType::ALL {
-                    out.push(QuantArgs { qtype, granularity, mapping, scale_dtype });
+                    for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
+                        out.push(QuantArgs { qtype, granularity, mapping, scale_dtype, observer });
+                    }
                 }
             }
         }

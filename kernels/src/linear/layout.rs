@@ -8,6 +8,7 @@
 //! Blocks follow one another, so a thread reads its part of the weights as one stream. Scales are kept in their
 //! stored dtype and zero points as i8, both `[block][group][16]`. Padding is never read as a value.
 
+use crate::memory::Lines;
 use dsq_quant::{FloatType, QuantError, QuantType, QuantizedMatrix};
 use half::{bf16, f16};
 
@@ -45,43 +46,6 @@ pub(crate) struct Segment {
     pub group: usize,
     /// Its first octet within a block.
     pub octet: usize,
-}
-
-/// Bytes at a cache-line boundary.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Lines(Vec<Line>);
-
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-impl Lines {
-    fn zeroed(bytes: usize) -> Self {
-        Self(vec![Line([0; 64]); bytes.div_ceil(64)])
-    }
-
-    pub(crate) fn as_ptr(&self) -> *const u8 {
-        self.0.as_ptr().cast()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.0.len() * 64
-    }
-
-    /// Writes `bytes` at byte `at`. Panics out of range, as a slice does.
-    fn put(&mut self, at: usize, bytes: &[u8]) {
-        for (i, &b) in bytes.iter().enumerate() {
-            self.0[(at + i) / 64].0[(at + i) % 64] = b;
-        }
-    }
-
-    fn byte(&self, at: usize) -> u8 {
-        self.0[at / 64].0[at % 64]
-    }
-
-    fn or(&mut self, at: usize, bits: u8) {
-        self.0[at / 64].0[at % 64] |= bits;
-    }
 }
 
 /// The scales of integer codes.
@@ -143,10 +107,10 @@ impl Panels {
                 let s = p.segments[i];
                 for (j, &code) in codes[s.at..s.at + s.len].iter().enumerate() {
                     let at = p.value_at(row, s, j);
-                    match q.args.qtype {
-                        QuantType::Int4 => p.weights.or(at, ((code + 8) as u8) << (4 * (j % 2))),
-                        QuantType::Int8 => p.weights.or(at, code as u8),
-                    }
+                    p.weights.as_mut_slice()[at] |= match q.args.qtype {
+                        QuantType::Int4 => ((code + 8) as u8) << (4 * (j % 2)),
+                        QuantType::Int8 => code as u8,
+                    };
                 }
             }
         }
@@ -161,7 +125,7 @@ impl Panels {
                 let from = q.scale_index(row, group);
                 put_float(&mut bytes, cell * width, q.scales[from], dtype);
                 if let Some(&z) = q.zeros.get(from) {
-                    zeros.put(cell, &[z as u8]);
+                    zeros.as_mut_slice()[cell] = z as u8;
                 }
             }
         }
@@ -205,7 +169,7 @@ impl Panels {
             let (scale, zero) = self.scale_and_zero(row, s.group);
             for j in 0..s.len {
                 let at = self.value_at(row, *s, j);
-                let b = |i: usize| self.weights.byte(at + i);
+                let b = |i: usize| self.weights.as_slice()[at + i];
                 out[s.at + j] = match self.storage {
                     Storage::Int(QuantType::Int4) => {
                         (i32::from((b(0) >> (4 * (j % 2))) & 15) - 8 - zero) as f32 * scale
@@ -223,13 +187,13 @@ impl Panels {
     pub(crate) fn scale_and_zero(&self, row: usize, group: usize) -> (f32, i32) {
         let Some(s) = &self.scales else { return (1.0, 0) };
         let cell = (row / BLOCK * self.groups + group) * BLOCK + row % BLOCK;
-        let b = |i: usize| s.bytes.byte(cell * s.dtype.bits() / 8 + i);
+        let b = |i: usize| s.bytes.as_slice()[cell * s.dtype.bits() / 8 + i];
         let scale = match s.dtype {
             FloatType::F32 => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
             FloatType::F16 => f16::from_le_bytes([b(0), b(1)]).to_f32(),
             FloatType::Bf16 => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
         };
-        (scale, if s.zeros.len() == 0 { 0 } else { i32::from(s.zeros.byte(cell) as i8) })
+        (scale, if s.zeros.len() == 0 { 0 } else { i32::from(s.zeros.as_slice()[cell] as i8) })
     }
 
     /// Bytes held in memory.
@@ -255,7 +219,7 @@ impl Panels {
             }
         }
         for (at, &mask) in used.iter().enumerate() {
-            self.weights.or(at, !mask);
+            self.weights.as_mut_slice()[at] |= !mask;
         }
         let (n, groups) = (self.n, self.groups);
         if let Some(s) = &mut self.scales {
@@ -263,9 +227,9 @@ impl Panels {
             for row in n..n.div_ceil(BLOCK) * BLOCK {
                 for group in 0..groups {
                     let cell = (row / BLOCK * groups + group) * BLOCK + row % BLOCK;
-                    s.bytes.put(cell * width, &vec![0xff; width]);
+                    s.bytes.as_mut_slice()[cell * width..][..width].fill(0xff);
                     if s.zeros.len() > 0 {
-                        s.zeros.put(cell, &[0x7f]);
+                        s.zeros.as_mut_slice()[cell] = 0x7f;
                     }
                 }
             }
@@ -274,9 +238,10 @@ impl Panels {
 }
 
 fn put_float(to: &mut Lines, at: usize, x: f32, dtype: FloatType) {
+    let to = &mut to.as_mut_slice()[at..];
     match dtype {
-        FloatType::F32 => to.put(at, &x.to_le_bytes()),
-        FloatType::F16 => to.put(at, &f16::from_f32(x).to_le_bytes()),
-        FloatType::Bf16 => to.put(at, &bf16::from_f32(x).to_le_bytes()),
+        FloatType::F32 => to[..4].copy_from_slice(&x.to_le_bytes()),
+        FloatType::F16 => to[..2].copy_from_slice(&f16::from_f32(x).to_le_bytes()),
+        FloatType::Bf16 => to[..2].copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
     }
 }

@@ -19,7 +19,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
 
 fn args(bits: usize, granularity: Granularity, mapping: Mapping, scale_dtype: FloatType) -> QuantArgs {
     let qtype = if bits == 4 { QuantType::Int4 } else { QuantType::Int8 };
-    QuantArgs { qtype, granularity, mapping, scale_dtype }
+    QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, scale_dtype) }
 }
 
 /// Runs a quantized matrix on a path, with its padding poisoned.

@@ -1,0 +1,130 @@
+//! Memory for packed weights: zeroed cache lines, cut one after another from large mappings for which the system is
+//! asked to use huge pages. Decoding reads every weight once a token; with 4 KiB pages the page walks alone cost it a
+//! fifth of its speed (docs/results.md). Not for activations, which stay in the cache anyway.
+
+use memmap2::MmapMut;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// A huge page of x86-64 and of most AArch64 systems.
+const HUGE_PAGE: usize = 2 << 20;
+/// Address space of an ordinary mapping; only what is written becomes resident.
+const MAPPING: usize = 64 << 20;
+const LINE: usize = 64;
+
+/// A mapping that several [`Lines`] share. Nothing in it is handed out twice.
+#[derive(Debug)]
+struct Mapping {
+    /// The first huge page boundary of `_map`.
+    base: *mut u8,
+    len: usize,
+    _map: MmapMut,
+}
+
+// SAFETY: `base` points into `_map`, which lives as long; a `Lines` touches only the part it was given.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(len: usize) -> Self {
+        // Enough for the boundary that an ordinary mapping does not have.
+        let Ok(mut map) = MmapMut::map_anon(len + HUGE_PAGE) else {
+            // As a vector would end: there is no memory.
+            let layout = std::alloc::Layout::from_size_align(len, LINE).unwrap_or(std::alloc::Layout::new::<u8>());
+            std::alloc::handle_alloc_error(layout)
+        };
+        let skip = map.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
+        #[cfg(target_os = "linux")]
+        {
+            // A wish: without it, or where the system has no huge pages, the same bytes are read more slowly.
+            let _ = map.advise_range(memmap2::Advice::HugePage, skip, len);
+        }
+        // SAFETY: `skip <= HUGE_PAGE`, and the map is `len + HUGE_PAGE` long.
+        let base = unsafe { map.as_mut_ptr().add(skip) };
+        Self { base, len, _map: map }
+    }
+}
+
+/// The newest mapping and how much of it is given away. Weak: the last `Lines` of a model frees its memory.
+static NEWEST: Mutex<(Weak<Mapping>, usize)> = Mutex::new((Weak::new(), 0));
+
+/// Zeroed bytes at a cache-line boundary.
+#[derive(Debug)]
+pub(crate) struct Lines {
+    mapping: Arc<Mapping>,
+    at: usize,
+    len: usize,
+}
+
+impl Lines {
+    /// `bytes`, rounded up to whole cache lines, all zero.
+    pub(crate) fn zeroed(bytes: usize) -> Self {
+        let len = bytes.next_multiple_of(LINE);
+        let mut newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mapping, at) = match newest.0.upgrade() {
+            Some(mapping) if len <= mapping.len - newest.1 => (mapping, newest.1),
+            _ => (Arc::new(Mapping::new(len.next_multiple_of(HUGE_PAGE).max(MAPPING))), 0),
+        };
+        *newest = (Arc::downgrade(&mapping), at + len);
+        Self { mapping, at, len }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn as_ptr(&self) -> *const u8 {
+        // SAFETY: `at + len` lies within the mapping.
+        unsafe { self.mapping.base.add(self.at) }
+    }
+
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: initialized (zeroed) memory of the mapping, which no other `Lines` has a part of.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.mapping.base.add(self.at), self.len) }
+    }
+}
+
+impl Clone for Lines {
+    fn clone(&self) -> Self {
+        let mut copy = Self::zeroed(self.len);
+        copy.as_mut_slice().copy_from_slice(self.as_slice());
+        copy
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_aligned_zeroed_and_disjoint() {
+        let mut parts: Vec<Lines> = [1, 64, 65, 0, 5000, MAPPING + 1, 64].into_iter().map(Lines::zeroed).collect();
+        for (i, p) in parts.iter_mut().enumerate() {
+            assert_eq!((p.as_ptr() as usize % LINE, p.len() % LINE), (0, 0));
+            assert!(p.as_slice().iter().all(|&b| b == 0), "part {i}");
+            p.as_mut_slice().fill(i as u8 + 1);
+        }
+        for (i, p) in parts.iter().enumerate() {
+            assert!(p.as_slice().iter().all(|&b| b == i as u8 + 1), "part {i}");
+            assert_eq!(p.clone().as_slice(), p.as_slice());
+        }
+    }
+
+    #[test]
+    fn threads_get_parts_of_their_own() {
+        std::thread::scope(|s| {
+            for t in 0..4u8 {
+                s.spawn(move || {
+                    let mut parts: Vec<Lines> = (0..50).map(|i| Lines::zeroed(i * 37)).collect();
+                    parts.iter_mut().for_each(|p| p.as_mut_slice().fill(t));
+                    assert!(parts.iter().all(|p| p.as_slice().iter().all(|&b| b == t)));
+                });
+            }
+        });
+    }
+}
