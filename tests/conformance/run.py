@@ -27,8 +27,16 @@ EXPORTS = {
     "w4a16-g32-f32": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"],
     "w4a16-g32-bf16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16"],
     "w4a16-g32-f16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f16"],
+    "w4a16-channel-bf16": ["--scheme", "W4A16", "--granularity", "channel", "--scale-dtype", "bf16"],
+    "w8a16-g32-bf16": ["--scheme", "W8A16", "--group-size", "32", "--scale-dtype", "bf16"],
+    "w4a16-head-w8a16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--override", "lm_head=W8A16"],
 }
-SMOLLM2_EXPORT = ["--scheme", "W4A16", "--group-size", "64", "--scale-dtype", "bf16"]
+# An observer of dsq's own: its scales are not compressed-tensors', so only the logits are compared.
+MSE_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--observer", "mse"]
+SMOLLM2_EXPORTS = {
+    "w4a16-g64": ["--scheme", "W4A16", "--group-size", "64", "--scale-dtype", "bf16", "--dtype", "f32"],
+    "w4a16-g64-head-w8a16": ["--scheme", "W4A16", "--group-size", "64", "--override", "lm_head=W8A16:32"],
+}
 SMOLLM2_TEXTS = (
     "The capital of France is Paris. The capital of Japan is Tokyo, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
@@ -131,11 +139,12 @@ def read_folder(folder):
     return tensors
 
 
-def weight_args(config, scale_dtype):
+def weight_args(config, layer, scale_dtype):
     from compressed_tensors.quantization import QuantizationArgs
-    groups = config["quantization_config"]["config_groups"]
-    expect(len(groups) == 1, f"{len(groups)} config groups, this check reads one")
-    return QuantizationArgs(**(next(iter(groups.values()))["weights"] | {"scale_dtype": scale_dtype}))
+    groups = config["quantization_config"]["config_groups"].values()
+    named = [g for g in groups if layer in g["targets"]]
+    expect(len(named) == 1, f"{layer}: named by {len(named)} config groups")
+    return QuantizationArgs(**(named[0]["weights"] | {"scale_dtype": scale_dtype}))
 
 
 def check_codes(folder, source, decompressed):
@@ -154,9 +163,10 @@ def check_codes(folder, source, decompressed):
     expect(layers, "no *.weight_packed in the folder")
     weights = 0
     for layer in sorted(layers):
-        w = source[f"{layer}.weight"].float()
+        tied = layer == "lm_head" and "lm_head.weight" not in source
+        w = source["model.embed_tokens.weight" if tied else f"{layer}.weight"].float()
         scale = stored[f"{layer}.weight_scale"]
-        args = weight_args(config, scale.dtype)
+        args = weight_args(config, layer, scale.dtype)
         expect(tuple(stored[f"{layer}.weight_shape"].tolist()) == tuple(w.shape), f"{layer}: weight_shape")
         if args.strategy == "group":
             parts = w.unflatten(-1, (-1, args.group_size))
@@ -225,8 +235,8 @@ def export_codes(ctx, folder, name):
     return check_codes(out, read_folder(folder), decompressed_weights(out))
 
 
-def export_logits(ctx, folder, name):
-    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", EXPORTS[name])
+def export_logits(ctx, folder, name, flags):
+    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", flags)
     sequences = json.loads((folder / "tokens.json").read_text())
     return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
 
@@ -259,15 +269,15 @@ def smollm2_float(ctx):
     return compare_logits(ctx.dsq.logits(gguf, ctx.smollm2_ids), reference_logits(ctx.smollm2, ctx.smollm2_ids), FLOAT_BOUND)
 
 
-def smollm2_codes(ctx):
+def smollm2_codes(ctx, name):
     gguf = smollm2_reference(ctx)
-    out = ctx.dsq.quantize(gguf, "smollm2-w4a16-g64", SMOLLM2_EXPORT)
+    out = ctx.dsq.quantize(gguf, f"smollm2-{name}", SMOLLM2_EXPORTS[name])
     return check_codes(out, ctx.smollm2.state_dict(), decompressed_weights(out))
 
 
-def smollm2_logits(ctx):
+def smollm2_logits(ctx, name):
     gguf = smollm2_reference(ctx)
-    out = ctx.dsq.quantize(gguf, "smollm2-w4a16-g64", SMOLLM2_EXPORT)
+    out = ctx.dsq.quantize(gguf, f"smollm2-{name}", SMOLLM2_EXPORTS[name])
     theirs = reference_logits(reference_model(out), ctx.smollm2_ids)
     return compare_logits(ctx.dsq.logits(out, ctx.smollm2_ids), theirs, EXPORT_BOUND)
 
@@ -276,13 +286,15 @@ def checks():
     for tiny in TINY:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
     for tiny in TINY[:2]:
-        for name in EXPORTS:
+        for name, flags in EXPORTS.items():
             yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
-            yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_logits(ctx, f, n)
+            yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name, x=flags: export_logits(ctx, f, n, x)
+        yield f"export-logits {tiny} mse", lambda ctx, f=GOLDEN / tiny: export_logits(ctx, f, "mse", MSE_EXPORT)
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
-    yield "export-codes smollm2 w4a16-g64", smollm2_codes
-    yield "export-logits smollm2 w4a16-g64", smollm2_logits
+    for name in SMOLLM2_EXPORTS:
+        yield f"export-codes smollm2 {name}", lambda ctx, n=name: smollm2_codes(ctx, n)
+        yield f"export-logits smollm2 {name}", lambda ctx, n=name: smollm2_logits(ctx, n)
 
 
 class Context:
