@@ -84,8 +84,8 @@ impl RunDir {
     /// in it (`run.json`, `log.jsonl`, `checkpoints/`) are removed. With `resume` its fingerprint must be equal.
     ///
     /// # Errors
-    /// [`TrainError::RunFolder`] for a folder in use, not empty, of another recipe (each differing field is listed) or
-    /// of another format; [`TrainError::Io`].
+    /// [`TrainError::InUse`]; [`TrainError::RunFolder`] for a folder that is not empty or of another recipe (each
+    /// differing field is listed); [`TrainError::Artifact`] for another format; [`TrainError::Io`].
     pub fn open(path: &Path, fingerprint: &Value, resume: bool, overwrite: bool) -> Result<Self, TrainError> {
         let refuse =
             |problem: String, hint: &str| TrainError::RunFolder { path: path.into(), problem, hint: hint.into() };
@@ -303,14 +303,10 @@ fn lock(path: &Path) -> Result<File, TrainError> {
     if let Err(e) = file.try_lock() {
         let owner = fs::read_to_string(&lock_path).unwrap_or_default();
         return match e {
-            fs::TryLockError::WouldBlock => Err(TrainError::RunFolder {
-                path: path.into(),
-                problem: format!(
-                    "in use by {}",
-                    if owner.trim().is_empty() { "another process" } else { owner.trim() }
-                ),
-                hint: "wait for it, or choose another --out".into(),
-            }),
+            fs::TryLockError::WouldBlock => {
+                let owner = if owner.trim().is_empty() { "another process" } else { owner.trim() };
+                Err(TrainError::InUse { path: path.into(), owner: owner.into() })
+            }
             fs::TryLockError::Error(source) => Err(TrainError::Io { path: lock_path, action: "lock", source }),
         };
     }
@@ -490,6 +486,7 @@ mod tests {
         let first = open(dir.path(), false, false).unwrap();
         let e = open(dir.path(), true, false).unwrap_err();
         assert!(e.to_string().contains(&format!("in use by process {}", std::process::id())), "{e}");
+        assert_eq!(e.exit_code(), 4);
         drop(first);
         open(dir.path(), true, false).unwrap();
     }
