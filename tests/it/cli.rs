@@ -413,7 +413,9 @@ fn f097_a_run_folder_in_use_is_refused_and_left_alone() {
     let (_, err) = expect(dir.path(), &["train", "micro.toml", "--out", "run"], 2);
     assert!(err.contains("--resume") && err.contains("--overwrite"), "{err}");
     assert_eq!(std::fs::read(dir.path().join("run/log.jsonl")).unwrap(), log);
-    expect(dir.path(), &["train", "micro.toml", "--out", "run", "--resume"], 0);
+    // A process that another test is just starting may hold the lock with us for a moment more.
+    let resumed = || dsq_in(dir.path(), &["train", "micro.toml", "--out", "run", "--resume"]).status.code();
+    assert_eq!((0..50).map(|_| resumed()).find(|code| *code != Some(4)), Some(Some(0)));
 }
 
 #[cfg(unix)]

@@ -8,9 +8,14 @@ use dsq_train::cnn::{CnnData, CnnPhase, CnnProgress, CnnResults};
 use dsq_train::{CnnTrainConfig, Control, RunDir, Snapshot, StateTensor, TrainError, run_cnn};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::RwLock;
 use std::time::Duration;
 
 const ROLE: &str = "DSQ_TEST_CNN_RUN_IN";
+
+/// A process that is being started has, for a moment, the open files of this one, and with them the locks of the run folders
+/// of other tests. So none is started (write) while a run folder is open (read).
+static FOLDERS: RwLock<()> = RwLock::new(());
 
 /// Pictures of 8 x 8 with a bright bar whose place is the label, as IDX files.
 fn pictures(dir: &Path, name: &str, count: usize) -> (PathBuf, PathBuf) {
@@ -120,6 +125,7 @@ fn train(
     resume: bool,
     on_step: &mut dyn FnMut(&CnnProgress) -> Control,
 ) -> Result<CnnResults, TrainError> {
+    let _open = FOLDERS.read().unwrap();
     run_cnn(config, &quant(), run, resume, false, on_step)
 }
 
@@ -243,6 +249,7 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
 
 /// Runs this binary's test `name` in `dir` and kills it after `delay` milliseconds; whether it had finished before.
 fn killed_after(name: &str, dir: &Path, mut delay: u64) -> bool {
+    let starting = FOLDERS.write().unwrap();
     let mut child: Child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(ROLE, dir)
@@ -250,6 +257,7 @@ fn killed_after(name: &str, dir: &Path, mut delay: u64) -> bool {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
+    drop(starting);
     let status = loop {
         match child.try_wait().unwrap() {
             Some(status) => break status,
@@ -337,9 +345,12 @@ fn f093_f100_a_kill_while_a_step_is_saved_again_leaves_a_complete_checkpoint() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run");
+    let open = FOLDERS.read().unwrap();
     RunDir::open(&path, &serde_json::json!({}), false, false).unwrap().save(&snapshot()).unwrap();
+    drop(open);
     for i in 0..150 {
         killed_after(name, dir.path(), 4 + i % 13);
+        let _open = FOLDERS.read().unwrap();
         let run = RunDir::open(&path, &serde_json::json!({}), true, false).unwrap();
         let found = run.latest().unwrap_or_else(|e| panic!("after kill {i}: {e}"));
         assert!(found == Some(snapshot()), "after kill {i}: no checkpoint is left");
@@ -350,6 +361,7 @@ fn f093_f100_a_kill_while_a_step_is_saved_again_leaves_a_complete_checkpoint() {
 fn f094_a_run_that_was_killed_before_it_began_can_be_started() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run");
+    let _open = FOLDERS.read().unwrap();
     let open = |overwrite| RunDir::open(&path, &serde_json::json!({}), false, overwrite);
     // What the first moments of a run leave: no run.json yet.
     std::fs::create_dir_all(path.join("checkpoints")).unwrap();
