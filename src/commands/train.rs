@@ -38,7 +38,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             Job::Lm(job) => drop(lm::plan(job, &args.recipe, recipe.seed)?),
             Job::Cnn(job) => cnn::check(job)?,
         }
-        output::line(format!("{}: ok (recipe {} {})", args.recipe.display(), recipe.name, recipe.digest()));
+        if global.json {
+            let report = Report::new("train").about("recipe", recipe.name.as_str());
+            output::line(report.about("recipe_sha256", recipe.digest()).about("check", "ok").to_json());
+        } else {
+            output::line(format!("{}: ok (recipe {} {})", args.recipe.display(), recipe.name, recipe.digest()));
+        }
         return Ok(0);
     }
     let out = args.out.unwrap_or_else(|| Path::new("runs").join(&recipe.name));

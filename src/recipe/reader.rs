@@ -176,7 +176,16 @@ impl<'s> Section<'s> {
         self.table.remove(key)
     }
 
+    /// A key that must be there and is not: most likely it is there with a typo, and that is the place to show.
     fn missing(&self, key: &str, expected: &str) -> CliError {
+        // Stricter than `nearest`: the keys left are not all unknown, some have only not been asked for yet.
+        let typo = |word: &str| {
+            let d = strsim::damerau_levenshtein(word, key);
+            d <= 2 && 3 * d <= key.len()
+        };
+        if let Some((word, (span, _))) = self.table.iter().find(|(word, _)| typo(word)) {
+            return self.unknown(word, span, &format!("did you mean `{key}`?"));
+        }
         let table = if self.name.is_empty() { "the recipe".into() } else { format!("[{}]", self.name) };
         self.source.error(&self.span, format!("{table}: {key} is missing; expected {expected}"))
     }
@@ -356,10 +365,14 @@ impl<'s> Section<'s> {
     /// Refuses every key that was not asked for, naming the nearest that is known.
     pub fn finish(self) -> Result<(), CliError> {
         let Some((key, (span, _))) = self.table.iter().min_by_key(|(_, (span, _))| span.start) else { return Ok(()) };
-        let table = if self.name.is_empty() { String::new() } else { format!(" in [{}]", self.name) };
         let near = nearest(key, &self.asked)
             .map_or_else(|| format!("expected one of {}", self.asked.join(", ")), |n| format!("did you mean `{n}`?"));
-        Err(self.source.error(span, format!("unknown key `{key}`{table}; {near}")))
+        Err(self.unknown(key, span, &near))
+    }
+
+    fn unknown(&self, key: &str, span: &Span, instead: &str) -> CliError {
+        let table = if self.name.is_empty() { String::new() } else { format!(" in [{}]", self.name) };
+        self.source.error(span, format!("unknown key `{key}`{table}; {instead}"))
     }
 }
 
@@ -409,7 +422,11 @@ mod tests {
         );
         assert!(message("[quant\n", &[]).starts_with("r.toml:1:"));
         assert!(message("[quant]\nrate = 1\nrate = 2\n", &[]).starts_with("r.toml:3:1: duplicate key"));
-        assert!(message("[quannt]\n", &[]).contains("quant is missing"));
+        assert_eq!(
+            message("x = 1\n[quannt]\n", &[]),
+            "r.toml:2:2: unknown key `quannt`; did you mean `quant`?\n  | [quannt]\n  |  ^^^^^^"
+        );
+        assert!(message("[quantiles]\n", &[]).contains("quant is missing"));
     }
 
     #[test]

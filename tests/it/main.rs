@@ -1,6 +1,9 @@
 //! The one integration test binary: what holds across crates, and the commands as a person runs them.
 
 mod architecture;
+mod cli;
+mod llama_bound;
 mod model_files;
 mod parity_cnn;
+mod parity_llama;
 mod regress;

@@ -27,6 +27,14 @@ pub enum TrainError {
         /// What to do.
         hint: String,
     },
+    /// Another process writes to the run folder (exit code 4).
+    #[error("{}: in use by {owner}", path.display())]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+        /// Who holds it.
+        owner: String,
+    },
     /// A file of a run folder or a data set is broken (exit code 3).
     #[error("{}: {problem}", path.display())]
     Artifact {
@@ -89,7 +97,7 @@ impl TrainError {
         match self {
             Self::Setting { .. } | Self::RunFolder { .. } => 2,
             Self::Artifact { .. } => 3,
-            Self::Io { .. } => 4,
+            Self::Io { .. } | Self::InUse { .. } => 4,
             Self::Numerics { .. } => 6,
             Self::Interrupted { .. } => 130,
             Self::Quant { source: QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }, .. } => 6,
@@ -103,6 +111,7 @@ impl TrainError {
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::RunFolder { hint, .. } => Some(hint.clone()),
+            Self::InUse { .. } => Some("wait for it, or choose another --out".into()),
             Self::Interrupted { .. } => Some("go on with --resume".into()),
             Self::Numerics { .. } => Some("lower the learning rate, then --resume from the last checkpoint".into()),
             Self::Checkpoint(e) => e.hint(),

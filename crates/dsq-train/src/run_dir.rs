@@ -27,6 +27,10 @@ use std::path::{Path, PathBuf};
 const FORMAT: u32 = 1;
 /// Complete checkpoints kept.
 const KEEP: usize = 2;
+/// Prefix of a checkpoint that makes room for another of the same step.
+const ASIDE: &str = ".aside-";
+/// What a run writes into its folder before and beside its results.
+const OURS: [&str; 6] = ["run.json", "run.tmp", "run.lock", "log.jsonl", "log.tmp", "checkpoints"];
 
 /// One f32 tensor by name.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,8 +84,8 @@ impl RunDir {
     /// in it (`run.json`, `log.jsonl`, `checkpoints/`) are removed. With `resume` its fingerprint must be equal.
     ///
     /// # Errors
-    /// [`TrainError::RunFolder`] for a folder in use, not empty, of another recipe (each differing field is listed) or
-    /// of another format; [`TrainError::Io`].
+    /// [`TrainError::InUse`]; [`TrainError::RunFolder`] for a folder that is not empty or of another recipe (each
+    /// differing field is listed); [`TrainError::Artifact`] for another format; [`TrainError::Io`].
     pub fn open(path: &Path, fingerprint: &Value, resume: bool, overwrite: bool) -> Result<Self, TrainError> {
         let refuse =
             |problem: String, hint: &str| TrainError::RunFolder { path: path.into(), problem, hint: hint.into() };
@@ -90,13 +94,15 @@ impl RunDir {
         }
         let exists = path.join("run.json").exists();
         let empty = !path.exists() || fs::read_dir(path).map_err(TrainError::io(path, "list"))?.next().is_none();
+        // What a kill leaves in the first moments of a run, or (with checkpoints) of an --overwrite.
+        let remains = !empty && !exists && ours_only(path) && (overwrite || no_entries(&path.join("checkpoints")));
         if resume && !exists {
             return Err(refuse(
                 "expected a run folder to resume (run.json), got none".into(),
                 "start without --resume",
             ));
         }
-        if !resume && !empty && !exists {
+        if !resume && !empty && !exists && !remains {
             return Err(refuse(
                 "expected an empty or new folder, got one with other files".into(),
                 "choose another --out",
@@ -127,7 +133,7 @@ impl RunDir {
                 ));
             }
         } else {
-            if exists {
+            if exists || remains {
                 remove_run(path)?;
                 fs::create_dir_all(path.join("checkpoints")).map_err(TrainError::io(path, "create"))?;
             }
@@ -153,12 +159,18 @@ impl RunDir {
         self.path.join("checkpoints")
     }
 
-    /// Temporary folders of a process that died (we hold the lock, so nobody else writes).
+    /// Temporary folders of a process that died (we hold the lock, so nobody else writes). A checkpoint that was put
+    /// aside and whose successor never got its name is put back.
     fn remove_leftovers(&self) -> Result<(), TrainError> {
         let dir = self.checkpoints();
         for entry in fs::read_dir(&dir).map_err(TrainError::io(&dir, "list"))?.flatten() {
-            if entry.file_name().to_string_lossy().starts_with(".tmp-") {
-                let _ = fs::remove_dir_all(entry.path());
+            let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+            match name.strip_prefix(ASIDE).map(|step| dir.join(step)) {
+                Some(step) if !step.exists() => fs::rename(&path, &step).map_err(TrainError::io(&path, "put back"))?,
+                None if !name.starts_with(".tmp-") => {}
+                _ => {
+                    let _ = fs::remove_dir_all(path);
+                }
             }
         }
         Ok(())
@@ -172,19 +184,26 @@ impl RunDir {
         let dir = self.checkpoints();
         let temp = dir.join(format!(".tmp-step-{:08}", snapshot.step));
         let last = dir.join(format!("step-{:08}", snapshot.step));
+        // The end of a phase and the end of a seed are the same step, and a resumed run may reach its step again. The
+        // folder of before is put aside whole: removed in place, a kill would leave half of it under a final name.
+        let aside = dir.join(format!("{ASIDE}step-{:08}", snapshot.step));
         let _ = fs::remove_dir_all(&temp);
         let written = write_snapshot(&temp, snapshot).and_then(|()| {
             if last.exists() {
-                // A resumed run reaches the same step again with the same bits.
-                fs::remove_dir_all(&last).map_err(TrainError::io(&last, "replace"))?;
+                let _ = fs::remove_dir_all(&aside);
+                fs::rename(&last, &aside).map_err(TrainError::io(&last, "replace"))?;
             }
             fs::rename(&temp, &last).map_err(TrainError::io(&last, "rename"))?;
             sync_dir(&dir)
         });
         if let Err(e) = written {
+            if !last.exists() && aside.exists() {
+                let _ = fs::rename(&aside, &last);
+            }
             let _ = fs::remove_dir_all(&temp);
             return Err(e);
         }
+        let _ = fs::remove_dir_all(&aside);
         self.log.sync_data().map_err(TrainError::io(&self.path, "sync the log"))?;
         let steps = self.steps()?;
         for step in steps.iter().rev().skip(KEEP) {
@@ -261,6 +280,16 @@ impl RunDir {
     }
 }
 
+/// Whether every entry of the folder has a name that [`RunDir`] gives.
+fn ours_only(path: &Path) -> bool {
+    fs::read_dir(path).is_ok_and(|mut d| d.all(|e| e.is_ok_and(|e| OURS.iter().any(|o| e.file_name() == *o))))
+}
+
+/// Whether the folder is absent or empty.
+fn no_entries(path: &Path) -> bool {
+    !path.exists() || fs::read_dir(path).is_ok_and(|mut d| d.next().is_none())
+}
+
 fn lock(path: &Path) -> Result<File, TrainError> {
     let lock_path = path.join("run.lock");
     let file = OpenOptions::new()
@@ -274,14 +303,10 @@ fn lock(path: &Path) -> Result<File, TrainError> {
     if let Err(e) = file.try_lock() {
         let owner = fs::read_to_string(&lock_path).unwrap_or_default();
         return match e {
-            fs::TryLockError::WouldBlock => Err(TrainError::RunFolder {
-                path: path.into(),
-                problem: format!(
-                    "in use by {}",
-                    if owner.trim().is_empty() { "another process" } else { owner.trim() }
-                ),
-                hint: "wait for it, or choose another --out".into(),
-            }),
+            fs::TryLockError::WouldBlock => {
+                let owner = if owner.trim().is_empty() { "another process" } else { owner.trim() };
+                Err(TrainError::InUse { path: path.into(), owner: owner.into() })
+            }
             fs::TryLockError::Error(source) => Err(TrainError::Io { path: lock_path, action: "lock", source }),
         };
     }
@@ -461,6 +486,7 @@ mod tests {
         let first = open(dir.path(), false, false).unwrap();
         let e = open(dir.path(), true, false).unwrap_err();
         assert!(e.to_string().contains(&format!("in use by process {}", std::process::id())), "{e}");
+        assert_eq!(e.exit_code(), 4);
         drop(first);
         open(dir.path(), true, false).unwrap();
     }

@@ -1,0 +1,437 @@
+//! `dsq run`, `bench`, `tokenize` and the rules of every command, as a person runs them: what stops a generation, what is
+//! refused and when, the caret of a recipe error, and one JSON object on stdout. Not the files that `quantize` and `export`
+//! write (see `model_files.rs`) and not `regress` (see `regress.rs`).
+
+use dsq_checkpoint::{ExportTensor, LlamaConfig, ModelConfig, export_folder};
+use dsq_quant::{FloatType, Granularity, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn root(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn dsq_in(dir: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_dsq")).current_dir(dir).args(args).output().unwrap()
+}
+
+/// Runs a command and checks its exit code; stdout and stderr.
+fn expect(dir: &Path, args: &[&str], code: i32) -> (String, String) {
+    let out = dsq_in(dir, args);
+    let (stdout, stderr) = (String::from_utf8(out.stdout).unwrap(), String::from_utf8(out.stderr).unwrap());
+    assert_eq!(out.status.code(), Some(code), "{args:?}\n{stdout}\n{stderr}");
+    (stdout, stderr)
+}
+
+/// Runs a command with `--json` that must succeed: stdout is one object on one line, stderr is empty.
+fn object(dir: &Path, args: &[&str]) -> Value {
+    let (stdout, stderr) = expect(dir, &[args, &["--json"]].concat(), 0);
+    let value: Value = serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {stdout}"));
+    assert!(value.is_object() && stdout.ends_with('\n'), "{args:?}: {stdout}");
+    assert!(stderr.is_empty(), "{args:?}: {stderr}");
+    value
+}
+
+/// A folder with a tokenizer and two models of the same random weights: `float`, and `packed` (INT4, groups of 16).
+struct Models {
+    dir: tempfile::TempDir,
+}
+
+const CONTEXT: usize = 48;
+
+impl Models {
+    fn new() -> Self {
+        let this = Self { dir: tempfile::tempdir().unwrap() };
+        let config = LlamaConfig {
+            model_type: "llama".into(),
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 8,
+            vocab_size: 1024,
+            max_position_embeddings: CONTEXT,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10_000.0,
+            tie_word_embeddings: true,
+            bos_token_id: None,
+            eos_token_ids: Vec::new(),
+            pad_token_id: None,
+        };
+        let model = ModelConfig::Llama(config.clone());
+        let mut state = 5u64;
+        let mut values = |len: usize, size: f32| -> Vec<f32> {
+            let mut next = || {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            };
+            (0..len).map(|_| size * next()).collect()
+        };
+        let weights = QuantArgs::int4(Granularity::PerGroup(16), FloatType::F32);
+        let (mut float, mut packed) = (Vec::new(), Vec::new());
+        let mut both = |name: String, shape: Vec<usize>, data: Vec<f32>| {
+            float.push(ExportTensor::Float { name: name.clone(), shape: shape.clone(), data, dtype: FloatType::F32 });
+            packed.extend(float.last().cloned());
+        };
+        both("model.embed_tokens.weight".into(), vec![1024, 32], values(1024 * 32, 1.0));
+        let norms = (0..2).flat_map(|i| ["input", "post_attention"].map(|n| format!("model.layers.{i}.{n}_layernorm")));
+        for norm in norms.chain(["model.norm".into()]) {
+            both(format!("{norm}.weight"), vec![32], values(32, 0.2).iter().map(|v| 1.0 + v).collect());
+        }
+        for spec in model.linears() {
+            let (n, k, module) = (spec.n(), spec.k(), spec.module);
+            let data = values(n * k, 0.6);
+            let matrix = QuantizedMatrix::quantize(&data, n, k, weights).unwrap();
+            let (name, shape) = (format!("{module}.weight"), spec.shape);
+            float.push(ExportTensor::Float { name, shape: shape.clone(), data, dtype: FloatType::F32 });
+            packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None });
+        }
+        let quant = QuantConfig::new(QuantScheme { weights, activations: None }, &[]).unwrap();
+        let tokenizer = std::fs::read(root("recipes/data/pydoc/tokenizer.json")).unwrap();
+        for (name, tensors, scheme) in [("float", float, None), ("packed", packed, Some(&quant))] {
+            let aux = vec![("tokenizer.json".to_owned(), tokenizer.clone())];
+            export_folder(&this.path().join(name), &model, tensors, scheme, aux, false).unwrap();
+        }
+        this
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A copy of a model with keys of its config.json set.
+    fn with_config(&self, from: &str, name: &str, keys: Value) {
+        let (from, to) = (self.path().join(from), self.path().join(name));
+        std::fs::create_dir(&to).unwrap();
+        for entry in std::fs::read_dir(&from).unwrap().flatten() {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+        let path = to.join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        keys.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
+        std::fs::write(path, config.to_string()).unwrap();
+    }
+
+    /// A copy of the packed model, one scale of which is NaN: it opens, and is refused when its weights are read.
+    fn with_broken_scale(&self, name: &str) {
+        self.with_config("packed", name, json!({}));
+        let path = self.path().join(name).join("model.safetensors");
+        let mut file = std::fs::read(&path).unwrap();
+        let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+        let entries: Value = serde_json::from_slice(&file[8..8 + header]).unwrap();
+        let tensor = &entries["model.layers.1.mlp.down_proj.weight_scale"];
+        let at = 8 + header + tensor["data_offsets"][0].as_u64().unwrap() as usize;
+        file[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+        std::fs::write(path, file).unwrap();
+    }
+
+    /// The row of `dsq run --json`.
+    fn run(&self, model: &str, more: &[&str]) -> Value {
+        let seen = object(self.path(), &[&["run", model, "--prompt", "the list of"], more].concat());
+        assert_eq!((&seen["command"], seen["rows"].as_array().unwrap().len()), (&json!("run"), 1));
+        seen["rows"][0].clone()
+    }
+}
+
+fn ids(row: &Value) -> Vec<u64> {
+    row["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap()).collect()
+}
+
+#[test]
+fn f047_generation_stops_at_an_end_token_and_does_not_print_it() {
+    let m = Models::new();
+    for model in ["float", "packed"] {
+        let row = m.run(model, &["--max-tokens", "8"]);
+        let free = ids(&row);
+        assert_eq!((free.len(), &row["finish_reason"]), (8, &json!("length")));
+        let tokens = object(m.path(), &["tokenize", model, "--text", "the list of"]);
+        assert_eq!(row["prompt_tokens"], tokens["ids"][0].as_array().unwrap().len());
+        // Greedy decoding makes this token third (at the earliest): as the end token it ends the text there.
+        let at = (2..8).find(|&i| !free[..i].contains(&free[i])).expect("not a loop");
+        let other = (0..1024).find(|id| !free.contains(id)).unwrap();
+        for (name, eos, len) in [
+            ("one", json!(free[at]), at),
+            ("list", json!([other, free[at]]), at),
+            ("first", json!(free[0]), 0),
+            ("never", json!(other), 8),
+        ] {
+            let name = format!("{model}-{name}");
+            m.with_config(model, &name, json!({ "eos_token_id": eos }));
+            let row = m.run(&name, &["--max-tokens", "8"]);
+            assert_eq!(ids(&row), free[..len], "{name}");
+            assert_eq!(row["finish_reason"], if len < 8 { "stop" } else { "length" }, "{name}");
+            // Without --json the text alone goes to stdout, with one newline behind it.
+            let args = ["run", &name, "--prompt", "the list of", "--max-tokens", "8"];
+            let (text, errors) = expect(m.path(), &args, 0);
+            assert_eq!((text, errors.as_str()), (format!("{}\n", row["text"].as_str().unwrap()), ""), "{name}");
+        }
+        assert_eq!(m.run(&format!("{model}-first"), &[])["text"], "");
+    }
+}
+
+#[test]
+fn run_draws_the_same_tokens_for_the_same_seed_and_any_threads() {
+    let m = Models::new();
+    let draw = |seed: &str, threads: &str| {
+        let more = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--seed", seed, "--threads", threads];
+        ids(&m.run("packed", &[&more[..], &["--max-tokens", "12"]].concat()))
+    };
+    assert_eq!(draw("1", "1"), draw("1", "2"));
+    assert_ne!(draw("1", "1"), draw("2", "1"));
+    let greedy = |more: &[&str]| ids(&m.run("packed", &[more, &["--max-tokens", "12"]].concat()));
+    assert_eq!(greedy(&[]), greedy(&["--temperature", "1", "--top-k", "1"]));
+    // The context ends the text: its last token is not fed back.
+    let row = m.run("packed", &["--max-tokens", "1000"]);
+    assert_eq!(ids(&row).len() + row["prompt_tokens"].as_u64().unwrap() as usize, CONTEXT + 1);
+    assert_eq!(row["finish_reason"], "length");
+}
+
+#[test]
+fn f119_i8_more_tokens_than_the_context_are_refused_before_the_weights_are_read() {
+    let m = Models::new();
+    m.with_broken_scale("broken");
+    // The weights are what fails, once they are read.
+    let (_, err) = expect(m.path(), &["run", "broken", "--prompt", "the list of"], 3);
+    assert!(err.contains("model.layers.1.mlp.down_proj") && err.contains("NaN"), "{err}");
+
+    let long = "word ".repeat(60);
+    let tokens = object(m.path(), &["tokenize", "broken", "--text", &long]);
+    let count = tokens["ids"][0].as_array().unwrap().len();
+    assert!(count > CONTEXT);
+    let (out, err) = expect(m.path(), &["run", "broken", "--prompt", &long], 2);
+    let want = format!(
+        "error: --prompt: expected at most 48 tokens (the model's context), got {count}\nhint: shorten the prompt\n"
+    );
+    assert_eq!((out.as_str(), err), ("", want));
+
+    let (_, err) = expect(m.path(), &["bench", "broken", "--prompt-tokens", "40", "--gen-tokens", "9"], 2);
+    let want =
+        "error: --prompt-tokens and --gen-tokens: expected at most 48 tokens together (the model's context), got 49\n";
+    assert_eq!(err, want);
+    let (_, err) = expect(m.path(), &["bench", "broken", "--prompt-tokens", "40", "--gen-tokens", "8"], 3);
+    assert!(err.contains("NaN"), "{err}");
+
+    std::fs::write(m.path().join("ids.json"), "[[1, 2, 3, 4]]").unwrap();
+    let eval = ["eval", "broken", "--tokens-file", "ids.json", "--context"];
+    let (_, err) = expect(m.path(), &[&eval[..], &["49"]].concat(), 2);
+    assert_eq!(err, "error: --context: expected 2 to 48 (the model's positions), got 49\n");
+}
+
+#[test]
+fn f120_settings_of_run_and_bench_that_cannot_work() {
+    let m = Models::new();
+    for (args, words) in [
+        (&["run", "packed", "--prompt", ""][..], "--prompt: expected at least one token, got none"),
+        (&["run", "packed", "--prompt", "x", "--temperature", "NaN"], "temperature"),
+        (&["run", "packed", "--prompt", "x", "--temperature=-1"], "temperature"),
+        (&["run", "packed", "--prompt", "x", "--top-p", "0"], "top_p"),
+        (&["run", "packed", "--prompt", "x", "--top-p", "2"], "top_p"),
+        (&["run", "packed", "--prompt", "x", "--max-tokens=-1"], "--max-tokens"),
+        (&["run", "packed", "--prompt", "x", "--threads", "0"], "--threads: expected at least 1, got 0"),
+        (&["bench", "packed", "--repeat", "0"], "--repeat: expected at least 1, got 0"),
+        (&["bench", "packed", "--gen-tokens", "0"], "--gen-tokens: expected at least 1, got 0"),
+        (&["tokenize", "packed"], "--file"),
+        (&["run", "packed"], "--prompt"),
+    ] {
+        let (out, err) = expect(m.path(), args, 2);
+        assert!(out.is_empty() && err.contains(words), "{args:?}: {err}");
+    }
+    let (_, err) = expect(m.path(), &["run", "packed", "--prompt", "x", "--chat"], 3);
+    assert_eq!(err, "error: packed: chat template: expected one, got none\nhint: leave out --chat\n");
+    let (_, err) = expect(m.path(), &["doctor", "--device", "cuda:0"], 5);
+    assert!(err.contains("--device: ") && err.contains("cuda:0") && err.contains("hint: use --device cpu"), "{err}");
+    let golden = root("tests/golden/llama_tiny");
+    let (_, err) = expect(m.path(), &["run", golden.to_str().unwrap(), "--prompt", "x"], 3);
+    assert!(err.contains("tokenizer.json: file: expected tokenizer.json, got no such file"), "{err}");
+}
+
+#[test]
+fn f063_tokenize_gives_ids_of_texts_and_of_special_texts_when_asked() {
+    let m = Models::new();
+    std::fs::write(m.path().join("texts.json"), r#"["", "a <|endoftext|>"]"#).unwrap();
+    let seen = object(m.path(), &["tokenize", "packed", "--file", "texts.json", "--text", "the"]);
+    let lists = seen["ids"].as_array().unwrap();
+    assert_eq!((lists.len(), &lists[0]), (3, &json!([])));
+    assert_eq!(lists[1].as_array().unwrap().last(), Some(&json!(0)), "the special token's id");
+    let literal = object(m.path(), &["tokenize", "packed", "--literal", "--text", "a <|endoftext|>"]);
+    assert!(!literal["ids"][0].as_array().unwrap().contains(&json!(0)));
+    // Without --json: the list alone.
+    let (plain, _) = expect(m.path(), &["tokenize", "packed", "--file", "texts.json", "--text", "the"], 0);
+    assert_eq!(serde_json::from_str::<Value>(&plain).unwrap(), seen["ids"]);
+    std::fs::write(m.path().join("texts.json"), r#"{"a": 1}"#).unwrap();
+    let (_, err) = expect(m.path(), &["tokenize", "packed", "--file", "texts.json"], 2);
+    assert!(err.starts_with("error: texts.json: expected a JSON list of strings, got: "), "{err}");
+}
+
+/// A recipe that trains for a second.
+fn recipe(dir: &Path, name: &str, change: impl Fn(String) -> String) {
+    let data = root("recipes/data/pydoc").display().to_string();
+    let text = format!(
+        "name = \"micro\"\n[model]\narchitecture = \"llama\"\nvocab_size = 1024\nhidden_size = 32\n\
+         intermediate_size = 64\nnum_hidden_layers = 1\nnum_attention_heads = 2\nmax_position_embeddings = 32\n\
+         [data]\ntrain = \"{data}/train.txt\"\nheldout = \"{data}/heldout.txt\"\ntokenizer = \"{data}/tokenizer.json\"\n\
+         [train]\nsteps = 3\nbatch_size = 4\nseq_len = 32\nlearning_rate = 3e-3\n\
+         [qat]\nsteps = 2\nlearning_rate = 5e-4\nfloat_equal_tokens = false\n\
+         [quant]\nscheme = \"W4A16\"\ngroup_size = 32\n[export]\nformat = \"compressed-tensors\"\n\
+         [eval]\ncontext = 32\nmax_tokens = 256\n"
+    );
+    std::fs::write(dir.join(name), change(text)).unwrap();
+}
+
+#[test]
+fn json_is_one_object_on_stdout_for_every_command() {
+    let m = Models::new();
+    let dir = m.path();
+    std::fs::write(dir.join("ids.json"), "[[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]").unwrap();
+    recipe(dir, "micro.toml", |text| text);
+    let rows = |v: &Value| v["rows"].as_array().map_or(0, Vec::len);
+    let command = |v: &Value, name: &str| assert_eq!(v["command"], name, "{v}");
+
+    let seen = object(dir, &["inspect", "packed"]);
+    assert!(rows(&seen) > 14 && seen["faults"] == json!([]), "{seen}");
+    let seen = object(dir, &["quantize", "float", "--out", "q", "--group-size", "16"]);
+    assert!(rows(&seen) == 14 && seen["bits_per_weight"] == 6.0, "{seen}");
+    object(dir, &["export", "q", "--out", "again", "--format", "compressed-tensors"]);
+    let seen = object(dir, &["eval", "packed", "--reference", "float", "--tokens-file", "ids.json", "--context", "8"]);
+    command(&seen, "eval");
+    assert_eq!(
+        (seen["rows"][0]["name"].as_str(), seen["rows"][1]["name"].as_str()),
+        (Some("model"), Some("reference"))
+    );
+    assert!(seen["rows"][0]["perplexity"].is_number() && seen["rows"][0]["kl"].is_number(), "{seen}");
+    let row = m.run("packed", &["--max-tokens", "3"]);
+    assert!(row["text"].is_string() && row["seconds"].as_f64().unwrap() > 0.0, "{row}");
+
+    let args = ["bench", "packed", "--prompt-tokens", "20", "--gen-tokens", "6", "--repeat", "2", "--threads", "1"];
+    let seen = object(dir, &args);
+    command(&seen, "bench");
+    let row = &seen["rows"][0];
+    assert_eq!((&row["name"], rows(&seen)), (&json!("batch 1"), 1));
+    assert_eq!([&row["prompt_tokens"], &row["gen_tokens"], &row["repeat"], &row["threads"]], [20, 6, 2, 1]);
+    for key in ["tokens_per_second", "prompt_tokens_per_second", "latency_p50_ms", "latency_p99_ms", "bandwidth_share"]
+    {
+        assert!(row[key].as_f64().is_some_and(|v| v > 0.0 && v.is_finite()), "{key}: {row}");
+    }
+    // 1024 * 32 embedding, 5 norms of 32, and the packed layers: 4 bits and an f32 scale for 16 weights.
+    let linear = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32);
+    let (bytes, stored) = (row["resident_bytes"].as_u64().unwrap(), 4 * (1024 * 32 + 5 * 32) + linear * 6 / 8);
+    assert!((stored..stored * 101 / 100).contains(&bytes), "{stored} and padding to cache lines: {bytes}");
+    let (plain, _) = expect(dir, &args, 0);
+    assert!(plain.starts_with("batch 1, 1 threads, medians of 2\n") && plain.contains("int4 weights"), "{plain}");
+
+    assert!(object(dir, &["tokenize", "packed", "--text", "a"])["ids"].is_array());
+    let seen = object(dir, &["doctor"]);
+    command(&seen, "doctor");
+    assert!(rows(&seen) == 3 && seen["rows"][0]["kernel"].is_string(), "{seen}");
+    let seen = object(dir, &["train", "micro.toml", "--check"]);
+    command(&seen, "train");
+    assert!(!dir.join("runs").exists(), "a check makes nothing");
+    let seen = object(dir, &["train", "micro.toml", "--out", "run"]);
+    command(&seen, "train");
+    let names: Vec<&str> = seen["rows"].as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["float", "rtn", "qat", "exported"]);
+}
+
+#[test]
+fn errors_with_json_are_one_object_on_stderr_and_nothing_on_stdout() {
+    let m = Models::new();
+    recipe(m.path(), "typo.toml", |t| t.replace("steps = 3", "stepz = 3"));
+    for (args, code, words) in [
+        (&["run", "none", "--prompt", "x"][..], 3, "none: "),
+        (&["bench", "packed"], 2, "got 640"),
+        (&["eval", "packed"], 2, "--text: "),
+        (&["tokenize", "packed", "--file", "none.json"], 4, "none.json: cannot read"),
+        (&["train", "typo.toml"], 2, "typo.toml:15:1: "),
+        (&["doctor", "--device", "cuda:1"], 5, "cuda:1"),
+    ] {
+        let (out, err) = expect(m.path(), &[args, &["--json"]].concat(), code);
+        let value: Value = serde_json::from_str(&err).unwrap_or_else(|e| panic!("{args:?}: {e}: {err}"));
+        assert_eq!((out.as_str(), &value["error"]["code"]), ("", &json!(code)), "{args:?}");
+        assert!(value["error"]["message"].as_str().unwrap().contains(words), "{args:?}: {err}");
+    }
+}
+
+#[test]
+fn f082_a_typo_in_a_recipe_shows_line_column_caret_and_the_nearest_key() {
+    let dir = tempfile::tempdir().unwrap();
+    recipe(dir.path(), "r.toml", |t| t.replace("learning_rate = 3e-3", "  lerning_rate = 3e-3 # high"));
+    let want = "error: r.toml:18:3: unknown key `lerning_rate` in [train]; did you mean `learning_rate`?
+  |   lerning_rate = 3e-3 # high
+  |   ^^^^^^^^^^^^
+";
+    for more in [&["--check"][..], &["--out", "run"]] {
+        let (out, err) = expect(dir.path(), &[&["train", "r.toml"], more].concat(), 2);
+        assert_eq!((out.as_str(), err.as_str()), ("", want));
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing was made");
+    let (_, err) = expect(dir.path(), &["train", "none.toml"], 2);
+    assert!(err.starts_with("error: none.toml: "), "{err}");
+}
+
+#[test]
+fn f041_an_unknown_architecture_is_refused_by_name_in_every_command() {
+    let m = Models::new();
+    std::fs::write(m.path().join("ids.json"), "[[1, 2, 3]]").unwrap();
+    m.with_config("packed", "neox", json!({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}));
+    let want = "neox/config.json: model_type: architecture not supported; expected llama (LlamaForCausalLM) or \
+                dsq_resnet, got gpt_neox\n";
+    for args in [
+        &["run", "neox", "--prompt", "x"][..],
+        &["bench", "neox"],
+        &["inspect", "neox"],
+        &["tokenize", "neox", "--text", "x"],
+        &["eval", "neox", "--tokens-file", "ids.json"],
+        &["quantize", "neox", "--out", "q"],
+        &["export", "neox", "--out", "q", "--format", "compressed-tensors"],
+    ] {
+        let (out, err) = expect(m.path(), args, 3);
+        assert_eq!((out.as_str(), err), ("", format!("error: {want}")), "{args:?}");
+    }
+    m.with_config("packed", "code", json!({"auto_map": {"AutoModel": "evil.py"}}));
+    let (_, err) = expect(m.path(), &["run", "code", "--prompt", "x"], 3);
+    assert!(err.contains("auto_map") && err.contains("never runs a model's own code"), "{err}");
+}
+
+#[test]
+fn f097_a_run_folder_in_use_is_refused_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    recipe(dir.path(), "micro.toml", |t| t);
+    expect(dir.path(), &["train", "micro.toml", "--out", "run"], 0);
+    let log = std::fs::read(dir.path().join("run/log.jsonl")).unwrap();
+    // This process is the other one: it holds the lock as a training run does.
+    let description: Value = serde_json::from_slice(&std::fs::read(dir.path().join("run/run.json")).unwrap()).unwrap();
+    let held = dsq_train::RunDir::open(&dir.path().join("run"), &description["fingerprint"], true, false).unwrap();
+    for more in ["--resume", "--overwrite"] {
+        let (out, err) = expect(dir.path(), &["train", "micro.toml", "--out", "run", more], 4);
+        let want = format!("error: run: in use by process {}\n", std::process::id());
+        assert!(out.is_empty() && err.starts_with(&want) && err.contains("hint: wait for it"), "{err}");
+    }
+    drop(held);
+    // Without either flag an earlier run is not touched, lock or no lock.
+    let (_, err) = expect(dir.path(), &["train", "micro.toml", "--out", "run"], 2);
+    assert!(err.contains("--resume") && err.contains("--overwrite"), "{err}");
+    assert_eq!(std::fs::read(dir.path().join("run/log.jsonl")).unwrap(), log);
+    // A process that another test is just starting may hold the lock with us for a moment more.
+    let resumed = || dsq_in(dir.path(), &["train", "micro.toml", "--out", "run", "--resume"]).status.code();
+    assert_eq!((0..50).map(|_| resumed()).find(|code| *code != Some(4)), Some(Some(0)));
+}
+
+#[cfg(unix)]
+#[test]
+fn f095_a_closed_pipe_ends_quietly() {
+    let m = Models::new();
+    for args in [&["inspect", "packed"][..], &["run", "packed", "--prompt", "x"], &["doctor", "--json"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_dsq"))
+            .current_dir(m.path())
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let out = child.wait_with_output().unwrap();
+        assert_eq!((out.status.code(), String::from_utf8(out.stderr).unwrap().as_str()), (Some(0), ""), "{args:?}");
+    }
+}
