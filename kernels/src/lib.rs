@@ -18,8 +18,10 @@ pub mod linear;
 mod memory;
 mod parallel;
 mod simd;
+mod team;
 pub mod train;
 
 pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
 pub use linear::{FloatLinear, Int4Linear, Int8Linear, Linear, matmul_many};
+pub use team::Team;

@@ -1,12 +1,21 @@
-//! Work split over outputs on the current rayon pool. Never splits a reduction: the parts do not change any bit.
+//! Work split over outputs on the team that the thread works in (`team.rs`), else on the current rayon pool. Never
+//! splits a reduction: the parts do not change any bit.
 
 use std::ops::Range;
 
-/// Runs `body` on ranges that partition `0..items`: one a thread of the current pool, of equal length up to one,
-/// cut at multiples of `grain`.
+/// Runs `body` on ranges that partition `0..items`, of equal length up to one, cut at multiples of `grain`: one a thread
+/// of the current pool; two a thread of a team, so that a thread that the system puts aside holds up little.
 pub(crate) fn split(items: usize, grain: usize, body: &(impl Fn(Range<usize>) + Sync)) {
     let grains = items.div_ceil(grain.max(1));
-    split_into(items, grain, rayon::current_num_threads().min(grains), body);
+    let Some(threads) = crate::team::current_threads() else {
+        return split_into(items, grain, rayon::current_num_threads().min(grains), body);
+    };
+    let parts = if threads == 1 { 1 } else { 2 * threads }.min(grains);
+    if parts <= 1 {
+        return split_into(items, grain, parts, body);
+    }
+    let at = |part: usize| (grains * part / parts * grain).min(items);
+    crate::team::run_on_current(parts, &|part| body(at(part)..at(part + 1)));
 }
 
 fn split_into(items: usize, grain: usize, parts: usize, body: &(impl Fn(Range<usize>) + Sync)) {

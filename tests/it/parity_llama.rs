@@ -6,7 +6,9 @@ use crate::llama_bound::{Linear, PASSES, Reference, Trace};
 use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, LlamaConfig, ModelConfig, export_folder};
 use dsq_kernels::{Int4Linear, Int8Linear};
 use dsq_model::Llama;
-use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix, WeightObserver,
+};
 use dsq_runtime::{LlamaRuntime, Logits};
 use dsq_train::qat;
 use std::path::Path;
@@ -66,6 +68,7 @@ impl Case {
             granularity,
             mapping: if pick % 4 == 3 { Mapping::Asymmetric } else { Mapping::Symmetric },
             scale_dtype: FloatType::ALL[pick / 5 % 3],
+            observer: [WeightObserver::MinMax, WeightObserver::Mse][pick / 2 % 2],
         };
         let ignore: &[&str] = match pick / 3 % 4 {
             0 => &["lm_head"],

@@ -122,7 +122,6 @@ pub(crate) enum StoredZeros {
 mod tests {
     use super::*;
     use crate::SafetensorsFile;
-    use dsq_quant::QuantType;
 
     /// Codes, scales, zero points, dequantized values and packed words of compressed-tensors, case by case.
     #[test]

@@ -260,6 +260,7 @@ mod tests {
                 granularity: Granularity::PerTensor,
                 mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
                 scale_dtype: FloatType::ALL[dtype],
+                observer: WeightObserver::MinMax,
             };
             let p = args.qparams(lo, lo + span).unwrap();
             let x = lo + t * span;

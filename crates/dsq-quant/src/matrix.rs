@@ -185,7 +185,7 @@ fn min_max(x: &[f32]) -> (f32, f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{FloatType, QuantType};
+    use crate::{FloatType, QuantType, WeightObserver};
     use proptest::prelude::*;
 
     fn normal(n: usize, seed: u64) -> Vec<f32> {
@@ -286,6 +286,7 @@ mod tests {
                 granularity: [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)][gran],
                 mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
                 scale_dtype: FloatType::ALL[dtype],
+                observer: WeightObserver::MinMax,
             };
             let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
             let params: Vec<_> = (0..q.scales.len()).map(|i| q.qparams(i)).collect();

@@ -10,7 +10,7 @@ use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
-use dsq_kernels::{FloatLinear, Int4Linear, Int8Linear, Linear, matmul_many};
+use dsq_kernels::{FloatLinear, Int4Linear, Int8Linear, Linear, Team, matmul_many};
 use dsq_quant::{FloatType, QuantType};
 use rayon::prelude::*;
 
@@ -45,7 +45,7 @@ pub struct LlamaRuntime {
     final_norm: Vec<f32>,
     /// None when the head is the embedding.
     head: Option<Linear>,
-    pool: rayon::ThreadPool,
+    team: Team,
 }
 
 impl LlamaRuntime {
@@ -56,12 +56,14 @@ impl LlamaRuntime {
     /// [`RuntimeError::Model`] for another architecture; errors of the checkpoint.
     pub fn load(model: &Checkpoint, threads: usize) -> Result<Self, RuntimeError> {
         let config = llama_config(model)?.clone();
-        let file = model.path().display().to_string();
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads.max(1))
-            .thread_name(|i| format!("dsq-{i}"))
-            .build()
-            .map_err(|e| RuntimeError::Model { file, problem: format!("cannot start {threads} threads: {e}") })?;
+        let refused = |e: &dyn std::fmt::Display| RuntimeError::Model {
+            file: model.path().display().to_string(),
+            problem: format!("cannot start {threads} threads: {e}"),
+        };
+        let team = Team::new(threads).map_err(|e| refused(&e))?;
+        // Rayon reads and packs the layers; its threads end with the loading.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
+        let pool = pool.map_err(|e| refused(&e))?;
         let (embedding, head, layers, final_norm) = pool.install(|| -> Result<_, RuntimeError> {
             let embedding = linear(model, "model.embed_tokens")?;
             let tied = config.tie_word_embeddings && !model.is_quantized("lm_head");
@@ -72,7 +74,7 @@ impl LlamaRuntime {
                 .collect::<Result<Vec<_>, RuntimeError>>()?;
             Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
         })?;
-        Ok(Self { config, embedding, layers, final_norm, head, pool })
+        Ok(Self { config, embedding, layers, final_norm, head, team })
     }
 
     /// The longest context of a language model, before any weight is read.
@@ -90,7 +92,7 @@ impl LlamaRuntime {
 
     /// Worker threads.
     pub fn threads(&self) -> usize {
-        self.pool.current_num_threads()
+        self.team.threads()
     }
 
     /// Memory for a sequence of at most `tokens` tokens, allocated now.
@@ -136,7 +138,7 @@ impl LlamaRuntime {
             return Err(RuntimeError::TooLong { what: "tokens", limit: cache.capacity, of, got });
         }
         let mut out = Vec::new();
-        self.pool.install(|| {
+        self.team.enter(|| {
             let chunks = tokens.chunks(PREFILL);
             let last = chunks.len() - 1;
             for (i, chunk) in chunks.enumerate() {
