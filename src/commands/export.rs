@@ -3,9 +3,9 @@
 use super::quantize::float_tensor;
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, FolderWriter, LinearWeight, Proof, check_output, export_folder, printable,
+    Checkpoint, ExportTensor, FolderWriter, LinearWeight, ModelConfig, Proof, check_output, export_folder, printable,
 };
-use dsq_quant::{FloatType, QuantConfig, QuantScheme};
+use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
 use serde_json::json;
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -42,10 +42,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
-    let scheme = match args.format {
-        Format::Safetensors => None,
-        Format::CompressedTensors => Some(scheme_of(&args, &ckpt)?),
-    };
+    let keep_codes = matches!(args.format, Format::CompressedTensors);
+    if keep_codes && !ckpt.config().linears().iter().any(|l| ckpt.is_quantized(&l.module)) {
+        let at = printable(&args.model.to_string_lossy());
+        return Err(CliError::usage(format!("{at}: --format: expected a quantized model, got float weights"))
+            .with_hint("dsq quantize chooses codes; dsq export only carries them over"));
+    }
     let aux = ckpt.aux_files()?;
     let bar = output::progress(ckpt.names().len() as u64, "read {bar:30} {pos}/{len} tensors {eta}");
     let mut tensors = Vec::new();
@@ -61,7 +63,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let activation = ckpt.activation(&spec.module)?;
         done.extend(["input_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
         bar.inc(1);
-        if scheme.is_some() {
+        if keep_codes {
             tensors.push(ExportTensor::Linear {
                 module: spec.module,
                 shape: spec.shape,
@@ -80,26 +82,31 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         bar.inc(1);
     }
     bar.finish_and_clear();
+    let scheme = scheme_of(&tensors, ckpt.config())?;
     let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
     report(&args, global, &proof);
     Ok(0)
 }
 
-/// The scheme of a quantized model, and the layers that it leaves in float.
-fn scheme_of(args: &Args, ckpt: &Checkpoint) -> Result<QuantConfig, CliError> {
-    let at = printable(&args.model.to_string_lossy());
-    let quantized: Vec<_> = ckpt.config().linears().into_iter().filter(|l| ckpt.is_quantized(&l.module)).collect();
-    let Some(first) = quantized.first() else {
-        return Err(CliError::usage(format!("{at}: --format: expected a quantized model, got float weights"))
-            .with_hint("dsq quantize chooses codes; dsq export only carries them over"));
-    };
-    let LinearWeight::Quantized(matrix) = ckpt.linear(&first.module)? else {
-        return Err(CliError::usage(format!("{at}: {}: expected codes, got floats", printable(&first.module))));
-    };
-    let activations = ckpt.activation(&first.module)?.map(|(a, _)| a);
-    let float = ckpt.config().linears().into_iter().filter(|l| !ckpt.is_quantized(&l.module)).map(|l| l.module);
-    let scheme = QuantScheme { weights: matrix.args, activations };
-    QuantConfig::new(scheme, &float.collect::<Vec<_>>()).map_err(|e| CliError::usage(e.to_string()))
+/// The schemes of quantized layers: that of the first for all, an override for each that differs, and the layers that stay
+/// in float; `None` when none is quantized.
+fn scheme_of(tensors: &[ExportTensor], model: &ModelConfig) -> Result<Option<QuantConfig>, CliError> {
+    let mut schemes = Vec::new();
+    for tensor in tensors {
+        if let ExportTensor::Linear { module, matrix, activation, .. } = tensor {
+            schemes
+                .push((module.clone(), QuantScheme { weights: matrix.args, activations: activation.map(|(a, _)| a) }));
+        }
+    }
+    let Some(&(_, first)) = schemes.first() else { return Ok(None) };
+    let quantized: HashSet<&String> = schemes.iter().map(|(module, _)| module).collect();
+    let float = model.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(m));
+    let usage = |e: dsq_quant::QuantError| CliError::usage(e.to_string());
+    let mut config = QuantConfig::new(first, &float.collect::<Vec<_>>()).map_err(usage)?;
+    for (module, scheme) in schemes.iter().filter(|(_, s)| *s != first) {
+        config.overrides.push((Pattern::new(module).map_err(usage)?, *scheme));
+    }
+    Ok(Some(config))
 }
 
 fn report(args: &Args, global: &Global, proof: &Proof) {

@@ -100,6 +100,62 @@ fn quantize_inspect_and_export_agree() {
 }
 
 #[test]
+fn a_tied_head_gets_a_scheme_of_its_own_and_becomes_a_matrix_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let (q, again, float) = (dir.path().join("q"), dir.path().join("again"), dir.path().join("float"));
+    let model = golden("llama_tiny");
+    let args = ["--group-size", "32", "--observer", "mse", "--override", "lm_head=W8A16:channel"];
+    works(&[&["quantize", text(&model), "--out", text(&q)][..], &args].concat());
+    let config: Value = serde_json::from_slice(&std::fs::read(q.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["tie_word_embeddings"], false);
+    let groups = config["quantization_config"]["config_groups"].as_object().unwrap();
+    let heads: Vec<_> = groups.values().filter(|g| g["targets"] == serde_json::json!(["lm_head"])).collect();
+    assert_eq!((groups.len(), heads.len()), (2, 1));
+    let weights = &heads[0]["weights"];
+    assert_eq!(
+        [&weights["num_bits"], &weights["strategy"], &weights["observer"]],
+        [&Value::from(8), &Value::from("channel"), &Value::from("mse")]
+    );
+    assert_eq!(config["quantization_config"]["ignore"], serde_json::json!([]));
+
+    // The embedding stays as it was; the head is within half a step of it, but for what the observer clips.
+    works(&["export", text(&q), "--out", text(&float), "--format", "safetensors"]);
+    let open = |dir: &Path| dsq_checkpoint::Checkpoint::open(dir).unwrap();
+    let (source, out, packed) = (open(&model), open(&float), open(&q));
+    let embedding = source.read_f32("model.embed_tokens.weight").unwrap();
+    assert_eq!(out.read_f32("model.embed_tokens.weight").unwrap(), embedding);
+    let dsq_checkpoint::LinearWeight::Quantized(head) = packed.linear("lm_head").unwrap() else { panic!("codes") };
+    let values = out.read_f32("lm_head.weight").unwrap();
+    assert_eq!(values, head.dequantize());
+    for (i, (v, x)) in values.iter().zip(&embedding).enumerate() {
+        let code = head.codes[i];
+        let step = head.scales[head.scale_index(i / head.k, 0)];
+        assert!((v - x).abs() <= 0.5001 * step || code == -128 || code == 127, "{i}: {x} became {v}");
+    }
+    // Two schemes survive a second export, byte for byte.
+    works(&["export", text(&q), "--out", text(&again), "--format", "compressed-tensors"]);
+    for name in ["config.json", "model.safetensors"] {
+        assert_eq!(std::fs::read(q.join(name)).unwrap(), std::fs::read(again.join(name)).unwrap(), "{name}");
+    }
+    let out = text(dir.path()).to_string() + "/x";
+    let wrong = |given: &'static str| ["quantize", text(&model), "--out", &out, "--override", given].map(str::to_owned);
+    for (given, words) in [
+        ("lm_head", &["--override", "PATTERN=SCHEME", "\"lm_head\""][..]),
+        ("lm_head=W5A5", &["--override", "W4A16, W8A16", "W5A5"]),
+        ("lm_head=W8A16:0", &["--override", "lm_head=W8A16:0"]),
+        ("lm_heat=W8A16", &["--override", "lm_heat"]),
+        (
+            "lm_head=W8A16:48",
+            &["got 64 and 48, which does not divide 3 of them", "lm_head (64)", "--ignore down_proj\n"],
+        ),
+        ("lm_head=W4A4", &["activations", "W4A4"]),
+    ] {
+        let args = wrong(given);
+        fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), 2, words);
+    }
+}
+
+#[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let dir = tempfile::tempdir().unwrap();
     let model = golden("llama_tiny_untied");

@@ -214,16 +214,19 @@ pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> 
     );
     // The last part of a name stands for every layer that ends so, unless some of those are fine.
     let mut ignore: Vec<&str> = Vec::new();
-    for (module, _) in &bad {
+    for (module, _) in bad.iter().filter(|(m, _)| !scheme.overrides.iter().any(|(p, _)| p.matches(m))) {
         let short = if good_leaves.contains(leaf(module)) { module.as_str() } else { leaf(module) };
         if !ignore.contains(&short) {
             ignore.push(short);
         }
     }
-    let ignore: Vec<_> = ignore.iter().map(|m| format!("--ignore {m}")).collect();
     let largest = (1..8).map(|i| 1usize << i).rfind(|g| divisor.is_multiple_of(*g));
     let fits = largest.map_or(String::new(), |g| format!(" ({g} divides all)"));
-    let hint = format!("choose another group size{fits}, or leave these layers in float: {}", ignore.join(" "));
+    let mut hint = format!("choose another group size{fits}");
+    if !ignore.is_empty() {
+        let ignore: Vec<_> = ignore.iter().map(|m| format!("--ignore {m}")).collect();
+        hint.push_str(&format!(", or leave these layers in float: {}", ignore.join(" ")));
+    }
     Err(CheckpointError::usage(file, "--group-size", problem).with_hint(hint))
 }
 

@@ -134,6 +134,18 @@ mod tests {
     }
 
     #[test]
+    fn the_worked_example_of_the_documentation() {
+        let w = [0.32f32, -0.53, -0.45, -0.19, 0.32, 0.25, -0.21, -0.45];
+        let mse = QuantArgs { scale_dtype: FloatType::F32, ..args(Mapping::Symmetric, WeightObserver::Mse) };
+        let wide = QuantArgs { observer: WeightObserver::MinMax, ..mse };
+        let [mse, wide] = [mse, wide].map(|a| QuantizedMatrix::quantize(&w, 1, 8, a).unwrap());
+        assert_eq!(mse.codes, [5, -8, -7, -3, 5, 4, -3, -7]);
+        assert!((mse.scales[0] - 0.0650133).abs() < 1e-7 && (wide.scales[0] - 0.0706667).abs() < 1e-7);
+        let error = |q: &QuantizedMatrix| q.args.squared_error(&w, q.qparams(0));
+        assert!((error(&mse) - 0.00055).abs() < 5e-6 && (error(&wide) - 0.00638).abs() < 5e-6);
+    }
+
+    #[test]
     fn c001_groups_without_a_best_range_keep_the_whole_one() {
         // All zero; squares that underflow; squares that overflow: every candidate is as good, the widest stays.
         for w in [vec![0.0f32; 64], vec![1e-30; 64], vec![1e25; 64]] {
