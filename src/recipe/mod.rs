@@ -9,7 +9,7 @@ use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
-use dsq_train::{CnnTrainConfig, LmPhase};
+use dsq_train::{CnnTrainConfig, Distill, LmPhase};
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -62,6 +62,9 @@ pub struct LmJob {
     pub float: LmPhase,
     /// The QAT phase.
     pub qat: LmPhase,
+    /// Distillation of the QAT phase from the float model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub distill: Option<Distill>,
     /// Whether to train a float model with the QAT phase's tokens, for an honest comparison.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints.
@@ -239,6 +242,9 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let mut qat_section = root.table("qat")?;
     let qat = read_phase(&mut qat_section, &config, Some(&float))?;
     let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
+    let weight = qat_section.number("distill_weight", 0.0..=1.0, Some(0.0))?;
+    let temperature = qat_section.number("distill_temperature", 0.01..=1000.0, Some(1.0))?;
+    let distill = (weight > 0.0).then_some(Distill { weight, temperature });
     qat_section.finish()?;
 
     let quant = read_quant(root.table("quant")?)?;
@@ -262,6 +268,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         tokenizer,
         float,
         qat,
+        distill,
         float_equal_tokens,
         save_every,
         quant,

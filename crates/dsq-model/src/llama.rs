@@ -3,7 +3,7 @@
 
 use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu};
 use crate::ops;
-use crate::{IGNORED, ModelError};
+use crate::{IGNORED, ModelError, Teacher};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
@@ -218,6 +218,30 @@ impl Llama {
     /// When the lengths differ, or a token or label lies outside the vocabulary.
     pub fn loss(&self, ids: Arc<Vec<i32>>, labels: Arc<Vec<i32>>, b: usize, label_tokens: usize) -> Tensor<1> {
         ops::cross_entropy::cross_entropy(self.logits(ids, b), labels, label_tokens.max(1) as f32)
+    }
+
+    /// The loss of distillation `[1]` of a batch of `b` sequences: `weight` times the mean over tokens of
+    /// `T^2 KL(teacher || self)`, and the rest times the mean cross-entropy of `labels`.
+    ///
+    /// # Panics
+    /// When the teacher has not as many logits as this model gives, or as [`Llama::loss`].
+    pub fn distill_loss(
+        &self,
+        ids: Arc<Vec<i32>>,
+        labels: Arc<Vec<i32>>,
+        b: usize,
+        teacher: Teacher,
+        weight: f32,
+    ) -> Tensor<1> {
+        let logits = self.logits(ids, b);
+        let rows = labels.len().max(1) as f32;
+        let divergence = ops::distill::distill(logits.clone(), teacher, rows);
+        if weight == 1.0 {
+            return divergence;
+        }
+        let count = labels.iter().filter(|&&l| l != IGNORED).count().max(1) as f32;
+        divergence.mul_scalar(weight)
+            + ops::cross_entropy::cross_entropy(logits, labels, count).mul_scalar(1.0 - weight)
     }
 
     /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order.

@@ -13,6 +13,6 @@ mod run_dir;
 pub use adamw::{AdamW, NamedGradients};
 pub use cnn::{CnnTrainConfig, run_cnn};
 pub use error::TrainError;
-pub use lm::{LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
+pub use lm::{Distill, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
 pub use progress::Control;
 pub use run_dir::{RunDir, Snapshot, StateTensor};

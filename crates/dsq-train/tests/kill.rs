@@ -31,7 +31,7 @@ fn settings() -> LmTrainConfig {
         grad_clip: 1.0,
     };
     // Saving every step makes most of the time saving time.
-    LmTrainConfig { float: phase(30), qat: phase(20), float_equal_tokens: true, save_every: 1, seed: 3 }
+    LmTrainConfig { float: phase(30), qat: phase(20), distill: None, float_equal_tokens: true, save_every: 1, seed: 3 }
 }
 
 fn train(path: &Path) -> Vec<u8> {

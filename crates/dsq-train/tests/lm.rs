@@ -5,7 +5,8 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
 use dsq_train::{
-    AdamW, Control, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir, TrainError, train_lm,
+    AdamW, Control, Distill, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir, TrainError,
+    train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -109,7 +110,14 @@ fn settings() -> LmTrainConfig {
         weight_decay: 0.1,
         grad_clip: 1.0,
     };
-    LmTrainConfig { float: phase(9, 1e-2), qat: phase(6, 3e-3), float_equal_tokens: true, save_every: 4, seed: 5 }
+    LmTrainConfig {
+        float: phase(9, 1e-2),
+        qat: phase(6, 3e-3),
+        distill: None,
+        float_equal_tokens: true,
+        save_every: 4,
+        seed: 5,
+    }
 }
 
 fn quant() -> QuantConfig {
@@ -182,9 +190,37 @@ fn the_phases_follow_one_another_and_learn() {
 }
 
 #[test]
+fn distillation_keeps_qat_at_its_teacher() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let distance = |distill: Option<Distill>, dir: &Path| {
+        let out = train(dir, false, &LmTrainConfig { distill, ..settings() }, &mut |_| Control::Continue).unwrap();
+        let weights = |m: &Llama| m.named_tensors().into_iter().flat_map(|t| t.2).collect::<Vec<f32>>();
+        let (float, qat) = (weights(&out.float), weights(&out.qat));
+        // What both phases of equal samples share: the float result, and that of equal tokens, do not know the teacher.
+        (float.iter().zip(&qat).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>(), bits(&out.float))
+    };
+    let plain = distance(None, dirs[0].path());
+    let distilled = distance(Some(Distill { weight: 1.0, temperature: 1.0 }), dirs[1].path());
+    assert_eq!(plain.1, distilled.1);
+    // The only pull away from the teacher is the rounding.
+    assert!(distilled.0 < plain.0, "{} against {}", distilled.0, plain.0);
+    let lines: Vec<serde_json::Value> = log(dirs[1].path()).lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let loss = |phase: &str| lines.iter().find(|l| l["phase"] == phase).unwrap()["loss"].as_f64().unwrap();
+    assert!(loss("qat") >= 0.0 && loss("qat") < 0.2 * loss("float_equal_tokens"), "{} is a divergence", loss("qat"));
+    for (weight, temperature, field) in
+        [(0.0, 1.0, "distill_weight"), (1.5, 1.0, "distill_weight"), (0.5, 0.0, "distill_temperature")]
+    {
+        let config = LmTrainConfig { distill: Some(Distill { weight, temperature }), ..settings() };
+        let e = train(dirs[0].path(), true, &config, &mut |_| Control::Continue).unwrap_err();
+        assert!(e.to_string().contains(field) || e.exit_code() == 2, "{e}");
+    }
+}
+
+#[test]
 fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
     let straight = tempfile::tempdir().unwrap();
-    let config = settings();
+    // With distillation, so that a resumed run must find its teacher again.
+    let config = LmTrainConfig { distill: Some(Distill { weight: 0.5, temperature: 2.0 }), ..settings() };
     let want = all_bits(&train(straight.path(), false, &config, &mut |_| Control::Continue).unwrap());
     let want_log = log(straight.path());
     assert_eq!(want_log.lines().count(), 21);

@@ -24,7 +24,7 @@ pub fn cross_entropy(logits: &[f32], labels: &[i32], n: usize) -> (f64, Vec<f32>
             let mut sum = 0.0;
             for ((x, &label), lse) in logits.chunks_exact(n).zip(labels).zip(lse) {
                 if label != IGNORED {
-                    *lse = log_sum_exp(x);
+                    *lse = log_sum_exp(x, 1.0);
                     sum += f64::from(*lse) - f64::from(x[label as usize]);
                 }
             }
@@ -34,8 +34,13 @@ pub fn cross_entropy(logits: &[f32], labels: &[i32], n: usize) -> (f64, Vec<f32>
     (losses.iter().sum(), lse)
 }
 
+/// `ln(sum e^(factor x))` of a row; `factor` is positive, and 1 changes no bit.
+pub(super) fn log_sum_exp(x: &[f32], factor: f32) -> f32 {
+    scaled_log_sum_exp(x, factor)
+}
+
 vectorized! {
-    fn log_sum_exp(x: &[f32]) -> f32 {
+    fn scaled_log_sum_exp(x: &[f32], factor: f32) -> f32 {
         let mut lanes = [f32::NEG_INFINITY; 16];
         for c in x.chunks(16) {
             for (l, &v) in lanes.iter_mut().zip(c) {
@@ -44,7 +49,8 @@ vectorized! {
         }
         let max = lanes.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
         // A NaN logit passes the comparisons above but not the sum, so the loss shows it.
-        max + lane_sum(x.len(), |i| exp(x[i] - max)).ln()
+        let max = max * factor;
+        max + lane_sum(x.len(), |i| exp(x[i] * factor - max)).ln()
     }
 }
 

@@ -1,5 +1,5 @@
 //! The operations of a training step that Burn's CPU backend runs slowly (scalar, one thread, or decomposed): forward
-//! and backward of RMSNorm, SwiGLU, rotary causal attention, cross-entropy, embedding rows, the AdamW update, and the
+//! and backward of RMSNorm, SwiGLU, rotary causal attention, cross-entropy, distillation, embedding rows, the AdamW update, and the
 //! dense matrix product. Not inference (see the other folders).
 //!
 //! Every function is plain Rust that the compiler vectorises: separate multiplications and additions, sums over
@@ -10,6 +10,7 @@
 mod adamw;
 mod attention;
 mod cross_entropy;
+mod distill;
 mod embedding;
 mod exp;
 mod matmul;
@@ -19,6 +20,7 @@ mod swiglu;
 pub use adamw::{AdamW, adamw, sum_of_squares};
 pub use attention::{Attention, AttentionGradients, AttentionShape, Rope};
 pub use cross_entropy::{IGNORED, cross_entropy, cross_entropy_gradient};
+pub use distill::{distill, distill_gradient};
 pub use embedding::{gather_rows, scatter_rows};
 pub use matmul::{Strided, matmul};
 pub use rms_norm::{rms_norm, rms_norm_gradient};

@@ -106,6 +106,43 @@ fn reference_cross_entropy(x: &[f64], labels: &[i32], n: usize) -> f64 {
         .sum()
 }
 
+fn reference_distill(student: &[f64], teacher: &[f64], n: usize, temperature: f64) -> f64 {
+    let log_softmax = |x: &[f64]| -> Vec<f64> {
+        let max = x.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b / temperature));
+        let lse = max + x.iter().map(|v| (v / temperature - max).exp()).sum::<f64>().ln();
+        x.iter().map(|v| v / temperature - lse).collect()
+    };
+    let row = |(s, t): (&[f64], &[f64])| -> f64 {
+        log_softmax(t).iter().zip(log_softmax(s)).map(|(p, q)| p.exp() * (p - q)).sum()
+    };
+    student.chunks(n).zip(teacher.chunks(n)).map(row).sum::<f64>() * temperature * temperature
+}
+
+#[test]
+fn distillation_matches_f64_and_its_gradient_the_slope() {
+    let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
+    for (m, n, temperature) in [(3, 37, 1.0f32), (2, 16, 2.0), (5, 50, 0.5)] {
+        let student: Vec<f32> = uniform(m * n, 5).iter().map(|x| x * 4.0).collect();
+        let teacher: Vec<f32> = uniform(m * n, 6).iter().map(|x| x * 4.0).collect();
+        let (sum, lse) = distill(&student, &teacher, n, temperature);
+        let want = reference_distill(&wide(&student), &wide(&teacher), n, f64::from(temperature));
+        assert!((sum - want).abs() < 1e-5 * want, "{sum} against {want}");
+        let mut dx = vec![0.0; m * n];
+        distill_gradient(&student, &teacher, &lse, n, temperature, 0.5, &mut dx);
+        let loss = |s: &[f64]| 0.5 * reference_distill(s, &wide(&teacher), n, f64::from(temperature));
+        check_gradient("student", &student, &dx, &loss);
+        // A student that is its teacher: no loss beyond rounding, and no gradient at all.
+        let (sum, lse) = distill(&teacher, &teacher, n, temperature);
+        assert_eq!(sum, 0.0);
+        distill_gradient(&teacher, &teacher, &lse, n, temperature, 1.0, &mut dx);
+        assert!(dx.iter().all(|&d| d == 0.0));
+        // What is not finite shows in the loss.
+        let mut bad = student.clone();
+        bad[n / 2] = f32::NAN;
+        assert!(distill(&bad, &teacher, n, temperature).0.is_nan());
+    }
+}
+
 #[test]
 fn c066_ignored_rows_take_no_part_in_cross_entropy() {
     let (m, n) = (35, 19);

@@ -6,6 +6,7 @@ pub(crate) mod flex;
 
 pub(crate) mod attention;
 pub(crate) mod cross_entropy;
+pub(crate) mod distill;
 pub(crate) mod embedding;
 pub(crate) mod linear;
 pub(crate) mod rms_norm;

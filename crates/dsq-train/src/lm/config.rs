@@ -33,12 +33,24 @@ pub struct LmTrainConfig {
     pub float: LmPhase,
     /// Quantization-aware training from the float result.
     pub qat: LmPhase,
+    /// Distillation of the QAT phase from the float result; `None`: cross-entropy only.
+    pub distill: Option<Distill>,
     /// Whether to train the float model of equal tokens.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints (one is also written at the end of each phase).
     pub save_every: usize,
     /// The seed of weights and data order.
     pub seed: u64,
+}
+
+/// How much of the QAT loss is distillation from the float model that QAT starts from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Distill {
+    /// Share of the loss, more than 0 to 1; the rest is cross-entropy.
+    pub weight: f64,
+    /// Temperature of both models' predictions.
+    pub temperature: f64,
 }
 
 impl LmPhase {
@@ -92,6 +104,18 @@ impl LmTrainConfig {
     pub fn check(&self, model: &LlamaConfig, tokens: usize) -> Result<(), TrainError> {
         self.float.check("train", model, tokens)?;
         self.qat.check("qat", model, tokens)?;
+        if let Some(d) = &self.distill {
+            let refuse = |field: &str, expected: &str, got: f64| {
+                let field = format!("qat.{field}");
+                Err(TrainError::Setting { field, expected: expected.into(), got: got.to_string() })
+            };
+            if !(d.weight > 0.0 && d.weight <= 1.0) {
+                return refuse("distill_weight", "more than 0, at most 1", d.weight);
+            }
+            if !(d.temperature.is_finite() && d.temperature >= 0.01) {
+                return refuse("distill_temperature", "a finite number of at least 0.01", d.temperature);
+            }
+        }
         if self.save_every == 0 {
             let (expected, got) = ("at least 1".into(), "0".into());
             return Err(TrainError::Setting { field: "train.save_every".into(), expected, got });

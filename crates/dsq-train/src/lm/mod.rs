@@ -4,14 +4,14 @@
 mod config;
 mod data;
 
-pub use config::{LmPhase, LmTrainConfig};
+pub use config::{Distill, LmPhase, LmTrainConfig};
 
 use crate::adamw::{AdamW, NamedGradients};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::tensor::Device;
 use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::Llama;
+use dsq_model::{Llama, Teacher};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -115,7 +115,7 @@ pub fn train_lm(
     while lm.phase != Phase::Done {
         lm.run_phase(tokens, run, on_step)?;
     }
-    let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t)).transpose();
+    let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t, &device())).transpose();
     let missing =
         || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
     let float = released(&lm.float)?.ok_or_else(missing)?;
@@ -140,6 +140,8 @@ struct Trainer<'a> {
     float: Option<Vec<StateTensor>>,
     qat: Option<Vec<StateTensor>>,
     equal: Option<Vec<StateTensor>>,
+    /// The float result, without gradients: the teacher of a QAT phase with distillation.
+    teacher: Option<Llama>,
 }
 
 impl<'a> Trainer<'a> {
@@ -158,8 +160,9 @@ impl<'a> Trainer<'a> {
             let (model, optimizer) = new();
             qat::check(&model, quant)?;
             run.truncate_log(0)?;
-            let (float, qat, equal) = (None, None, None);
-            return Ok(Self { config, quant, phase: Phase::Float, phase_step: 0, model, optimizer, float, qat, equal });
+            let (float, qat, equal, teacher) = (None, None, None, None);
+            let phase = Phase::Float;
+            return Ok(Self { config, quant, phase, phase_step: 0, model, optimizer, float, qat, equal, teacher });
         };
         run.truncate_log(snapshot.step)?;
         let state: State = serde_json::from_value(snapshot.state).map_err(|e| TrainError::Artifact {
@@ -181,16 +184,27 @@ impl<'a> Trainer<'a> {
             quant,
             phase: state.phase,
             phase_step: state.phase_step,
-            model: rebuild(model, &under("current."))?,
+            model: rebuild(model, &under("current."), &device())?,
             optimizer,
             float: kept("float."),
             qat: kept("qat."),
             equal: kept("float_equal_tokens."),
+            teacher: None,
         };
-        if this.phase == Phase::Qat {
-            this.model = qat::prepare(this.model, quant)?;
-        }
+        this.prepare_phase()?;
         Ok(this)
+    }
+
+    /// What a QAT phase needs, whether it begins or goes on: fake quantization, and the teacher.
+    fn prepare_phase(&mut self) -> Result<(), TrainError> {
+        self.teacher = None;
+        if self.phase == Phase::Qat {
+            self.model = qat::prepare(self.model.clone(), self.quant)?;
+            if let (Some(_), Some(float)) = (&self.config.distill, &self.float) {
+                self.teacher = Some(rebuild(self.model.config(), float, &Device::flex())?);
+            }
+        }
+        Ok(())
     }
 
     fn settings(&self) -> &'a LmPhase {
@@ -269,8 +283,18 @@ impl<'a> Trainer<'a> {
         phase: &LmPhase,
         global_step: usize,
     ) -> Result<(f32, f64), TrainError> {
-        let count = labels.len();
-        let loss = self.model.loss(Arc::new(ids), Arc::new(labels), phase.batch_size, count);
+        let (ids, labels, b) = (Arc::new(ids), Arc::new(labels), phase.batch_size);
+        let loss = match (&self.teacher, &self.config.distill) {
+            (Some(teacher), Some(d)) => {
+                let logits = teacher.logits(ids.clone(), b).into_data().try_into_vec::<f32>().expect("models are f32");
+                let teacher = Teacher { logits: Arc::new(logits), temperature: d.temperature as f32 };
+                self.model.distill_loss(ids, labels, b, teacher, d.weight as f32)
+            }
+            _ => {
+                let count = labels.len();
+                self.model.loss(ids, labels, b, count)
+            }
+        };
         let value = loss.clone().into_data().try_to_vec::<f32>().map_or(f32::NAN, |v| v[0]);
         if !value.is_finite() {
             return Err(self.numerics("loss", global_step, f64::from(value)));
@@ -317,12 +341,9 @@ impl<'a> Trainer<'a> {
         self.optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
         // Both later phases start from the float result.
         if let Some(float) = &self.float {
-            self.model = rebuild(&config, float)?;
+            self.model = rebuild(&config, float, &device())?;
         }
-        if phase == Phase::Qat {
-            self.model = qat::prepare(self.model.clone(), self.quant)?;
-        }
-        Ok(())
+        self.prepare_phase()
     }
 
     fn snapshot(&self, step: usize) -> Snapshot {
@@ -359,7 +380,7 @@ fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
     tensors.map(|(name, shape, data)| StateTensor { name: format!("{prefix}{name}"), shape, data }).collect()
 }
 
-fn rebuild(config: &LlamaConfig, tensors: &[StateTensor]) -> Result<Llama, TrainError> {
+fn rebuild(config: &LlamaConfig, tensors: &[StateTensor], device: &Device) -> Result<Llama, TrainError> {
     let find = |name: &str| tensors.iter().find(|t| t.name == name).map(|t| t.data.as_slice());
-    Ok(Llama::from_tensors(config, &device(), find)?)
+    Ok(Llama::from_tensors(config, device, find)?)
 }
