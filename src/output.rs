@@ -16,6 +16,11 @@ pub fn piece(text: &str) {
     }
 }
 
+/// A line for people on stderr.
+pub fn note(text: impl AsRef<str>) {
+    let _ = writeln!(std::io::stderr(), "note: {}", text.as_ref());
+}
+
 /// A progress bar on stderr with the time left; hidden when stderr is no terminal.
 pub fn progress(total: u64, template: &str) -> indicatif::ProgressBar {
     if !std::io::stderr().is_terminal() {

@@ -1,6 +1,6 @@
-//! Memory for packed weights: zeroed cache lines, cut one after another from large mappings for which the system is
-//! asked to use huge pages. Decoding reads every weight once a token; with 4 KiB pages the page walks alone cost it a
-//! fifth of its speed (docs/results.md). Not for activations, which stay in the cache anyway.
+//! Memory for packed weights, keys and values: zeroed cache lines, cut one after another from large mappings for which the
+//! system is asked to use huge pages. Decoding reads all of it once a token; with 4 KiB pages the page walks alone cost it
+//! a fifth of its speed (docs/results.md). Not for activations, which stay in the cache anyway.
 
 use memmap2::MmapMut;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -86,6 +86,28 @@ impl Lines {
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.mapping.base.add(self.at), self.len) }
+    }
+}
+
+/// f32 values in [`Lines`].
+#[derive(Debug, Clone)]
+pub(crate) struct Floats(Lines);
+
+impl Floats {
+    /// `len` zeros, rounded up to whole cache lines.
+    pub(crate) fn zeroed(len: usize) -> Self {
+        Self(Lines::zeroed(len * size_of::<f32>()))
+    }
+
+    pub(crate) fn as_slice(&self) -> &[f32] {
+        // SAFETY: aligned to a cache line, and any bits are an f32.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<f32>()) }
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [f32] {
+        let bytes = self.0.as_mut_slice();
+        // SAFETY: as in `as_slice`, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len() / size_of::<f32>()) }
     }
 }
 

@@ -4,7 +4,7 @@ use crate::jobs::{Start, Tick, cnn, lm};
 use crate::recipe::{Job, Recipe};
 use crate::{Global, error::CliError, interrupt, output};
 use dsq_eval::Report;
-use dsq_train::Control;
+use dsq_train::{Control, RunDir};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -76,7 +76,13 @@ fn train(
     global.use_threads();
     let stop = interrupt::stop_flag()?;
     let mut bar: Option<(String, indicatif::ProgressBar)> = None;
+    let mut leftovers = RunDir::leftovers(out);
     let mut on_tick = |tick: &Tick| {
+        // Only now: the first tick means that the run folder is ours, and nobody else was writing there.
+        for path in leftovers.drain(..) {
+            let path = dsq_checkpoint::printable(&path.to_string_lossy());
+            output::note(format!("{path}: half written by a run that was killed; ignored and removed"));
+        }
         if bar.as_ref().is_none_or(|(phase, _)| phase != tick.phase) {
             if let Some((_, old)) = &bar {
                 old.finish();

@@ -7,3 +7,4 @@ mod model_files;
 mod parity_cnn;
 mod parity_llama;
 mod regress;
+mod signals;

@@ -150,6 +150,16 @@ impl RunDir {
         Ok(this)
     }
 
+    /// What processes that died left half written in the run folder `path`; opening it ignores and removes them. Nothing
+    /// when there is no such folder.
+    pub fn leftovers(path: &Path) -> Vec<PathBuf> {
+        let entries = fs::read_dir(path.join("checkpoints")).into_iter().flatten().flatten();
+        let mut found: Vec<PathBuf> =
+            entries.filter(|e| e.file_name().to_string_lossy().starts_with(".tmp-")).map(|e| e.path()).collect();
+        found.sort();
+        found
+    }
+
     /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
@@ -503,8 +513,9 @@ mod tests {
         run.save(&snapshot(6)).unwrap();
         fs::create_dir(&partial).unwrap();
         drop(run);
+        assert_eq!(RunDir::leftovers(dir.path()), [partial.clone()]);
         let run = open(dir.path(), true, false).unwrap();
-        assert!(!partial.exists());
+        assert!(!partial.exists() && RunDir::leftovers(dir.path()).is_empty());
         assert_eq!(run.latest().unwrap().unwrap(), snapshot(6));
     }
 

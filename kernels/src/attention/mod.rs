@@ -19,6 +19,7 @@ mod tests;
 
 use crate::Isa;
 use crate::elementwise::exp;
+use crate::memory::Floats;
 use crate::parallel::{OutPtr, split};
 use crate::simd::{LANES, Simd, dispatch, largest, sum};
 use std::ops::Range;
@@ -29,16 +30,16 @@ pub struct LayerCache {
     kv_heads: usize,
     d: usize,
     blocks: usize,
-    keys: Vec<f32>,
-    values: Vec<f32>,
+    keys: Floats,
+    values: Floats,
 }
 
 impl LayerCache {
     /// Room for `positions` (rounded up to a block of 16).
     pub fn new(positions: usize, kv_heads: usize, d: usize) -> Self {
         let blocks = positions.div_ceil(LANES);
-        let keys = vec![0.0; kv_heads * blocks * d * LANES];
-        let values = vec![0.0; kv_heads * blocks * LANES * d.next_multiple_of(LANES)];
+        let keys = Floats::zeroed(kv_heads * blocks * d * LANES);
+        let values = Floats::zeroed(kv_heads * blocks * LANES * d.next_multiple_of(LANES));
         Self { kv_heads, d, blocks, keys, values }
     }
 
@@ -49,7 +50,7 @@ impl LayerCache {
 
     /// Bytes held in memory.
     pub fn bytes(&self) -> usize {
-        (self.keys.len() + self.values.len()) * size_of::<f32>()
+        (self.keys.as_slice().len() + self.values.as_slice().len()) * size_of::<f32>()
     }
 
     /// Writes the key and value rows (`[kv_heads, d]`) of one position.
@@ -59,13 +60,15 @@ impl LayerCache {
     pub fn put(&mut self, position: usize, key: &[f32], value: &[f32]) {
         let (d, padded) = (self.d, self.d.next_multiple_of(LANES));
         assert!(position < self.capacity() && key.len() == self.kv_heads * d && value.len() == key.len());
+        let capacity = self.capacity();
+        let (keys, values) = (self.keys.as_mut_slice(), self.values.as_mut_slice());
         for head in 0..self.kv_heads {
             let block = ((head * self.blocks + position / LANES) * d) * LANES + position % LANES;
             for i in 0..d {
-                self.keys[block + i * LANES] = key[head * d + i];
+                keys[block + i * LANES] = key[head * d + i];
             }
-            let row = (head * self.capacity() + position) * padded;
-            self.values[row..row + d].copy_from_slice(&value[head * d..(head + 1) * d]);
+            let row = (head * capacity + position) * padded;
+            values[row..row + d].copy_from_slice(&value[head * d..(head + 1) * d]);
         }
     }
 }
@@ -144,7 +147,7 @@ unsafe fn attend_tile<S: Simd, const R: usize>(
     unsafe {
         let q: [*const f32; R] =
             std::array::from_fn(|r| (job.q as *const f32).add(((first + r) * job.heads + head) * d));
-        let keys = c.keys.as_ptr().add(kv * c.blocks * d * LANES);
+        let keys = c.keys.as_slice().as_ptr().add(kv * c.blocks * d * LANES);
         let mut b = 0;
         while b + 4 <= blocks {
             score_blocks::<S, R, 4>(&q, keys.add(b * d * LANES), d, scores.add(b * LANES), stride);
@@ -158,7 +161,7 @@ unsafe fn attend_tile<S: Simd, const R: usize>(
         for r in 0..R {
             sums[r] = soften::<S>(scores.add(r * stride), job.past + first + r + 1, blocks * LANES);
         }
-        let values = c.values.as_ptr().add(kv * c.capacity() * padded);
+        let values = c.values.as_slice().as_ptr().add(kv * c.capacity() * padded);
         let mut at = 0;
         while at + 4 * LANES <= padded {
             mix::<S, R, 4>(scores, stride, values.add(at), padded, seen, &sums, job, head, first, at, out);

@@ -20,8 +20,8 @@ impl Case {
             (wave(self.positions * self.kv_heads * self.d, 2), wave(self.positions * self.kv_heads * self.d, 3));
         let mut cache = LayerCache::new(self.positions, self.kv_heads, self.d);
         // Poison: padding that is read must not matter.
-        cache.keys.fill(1e3);
-        cache.values.fill(0.0);
+        cache.keys.as_mut_slice().fill(1e3);
+        cache.values.as_mut_slice().fill(0.0);
         let row = self.kv_heads * self.d;
         for t in 0..self.positions {
             cache.put(t, &k[t * row..(t + 1) * row], &v[t * row..(t + 1) * row]);
