@@ -6,4 +6,5 @@ mod llama_bound;
 mod model_files;
 mod parity_cnn;
 mod parity_llama;
+mod ptq;
 mod regress;
