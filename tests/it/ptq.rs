@@ -79,6 +79,37 @@ impl Case {
         serde_json::from_str(&seen).unwrap()
     }
 
+    /// A run over a short text, without its output folder.
+    fn short(&self, method: &str, more: &[&str; 2]) -> [String; 11] {
+        let (model, calib) = (self.at("model"), self.at("calib.txt"));
+        let [a, b] = *more;
+        [
+            "quantize",
+            text(&model),
+            "--method",
+            method,
+            "--calib",
+            text(&calib),
+            "--calib-tokens",
+            "512",
+            "--group-size=32",
+            a,
+            b,
+        ]
+        .map(str::to_owned)
+    }
+
+    /// Changes the first value of an F32 tensor of the model.
+    fn set(&self, tensor: &str, value: f32) {
+        let file = self.at("model/model.safetensors");
+        let mut bytes = std::fs::read(&file).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+        let at = 8 + header + entries[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+        bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        std::fs::write(&file, bytes).unwrap();
+    }
+
     fn proof(&self, out: &str) -> Value {
         serde_json::from_slice(&std::fs::read(self.at(out).join("dsq-proof.json")).unwrap()).unwrap()
     }
@@ -121,7 +152,7 @@ fn gptq_and_awq_lower_the_output_error_and_are_proven() {
         assert_eq!(tensors.len(), 14 + 6);
     }
     // The runtime reads what was written: perplexity and KL of each against the float model.
-    let mut kl = |name: &str| {
+    let kl = |name: &str| {
         let (model, folder) = (case.at("model"), case.at(name));
         let args = [
             "eval",
@@ -225,18 +256,25 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
 #[test]
 fn f088_activations_that_overflow_are_named() {
     let case = Case::new();
-    let file = case.at("model/model.safetensors");
-    let mut bytes = std::fs::read(&file).unwrap();
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
-    let tensor = &entries["model.layers.1.post_attention_layernorm.weight"];
-    let at = 8 + header + tensor["data_offsets"][0].as_u64().unwrap() as usize;
-    bytes[at..at + 4].copy_from_slice(&1e30f32.to_le_bytes());
-    std::fs::write(&file, bytes).unwrap();
+    case.set("model.layers.1.post_attention_layernorm.weight", 1e30);
     for method in ["gptq", "awq"] {
-        let (model, calib) = (case.at("model"), case.at("calib.txt"));
-        let args = ["quantize", text(&model), "--method", method, "--calib", text(&calib), "--calib-tokens", "512"];
         let words = ["model.layers.1.mlp.gate_proj", "inf"];
-        fails(&[&args[..], &["--group-size", "32"]].concat(), &case.at("out"), 6, &words);
+        fails(
+            &case.short(method, &["--scale-dtype", "f32"]).each_ref().map(String::as_str),
+            &case.at("out"),
+            6,
+            &words,
+        );
+    }
+}
+
+#[test]
+fn c005_scales_that_overflow_name_tensor_group_and_value() {
+    let case = Case::new();
+    case.set("model.layers.0.self_attn.q_proj.weight", 6e5);
+    for method in ["gptq", "awq"] {
+        let args = case.short(method, &["--scale-dtype", "f16"]);
+        let words = ["model.layers.0.self_attn.q_proj.weight", "group 0", "6e5", "bf16"];
+        fails(&args.each_ref().map(String::as_str), &case.at("out"), 6, &words);
     }
 }

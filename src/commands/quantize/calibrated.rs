@@ -6,6 +6,7 @@ use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, ModelConfig, printable};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use dsq_runtime::{Specials, TextTokenizer};
+use dsq_train::TrainError;
 use dsq_train::ptq::{self, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -140,7 +141,10 @@ pub(super) fn quantize(
 ) -> Result<(Vec<Layer>, Vec<ExportTensor>), CliError> {
     let method = if args.method == Method::Awq { PtqMethod::Awq } else { PtqMethod::Gptq };
     let float_dtype = args.dtype.or(default_dtype(ckpt));
-    let layers = ckpt.config().linears().len() / 7;
+    let layers = match ckpt.config() {
+        ModelConfig::Llama(c) => c.num_hidden_layers,
+        ModelConfig::ResNet(_) => 0,
+    };
     let bar = output::progress(1, "quantize {bar:30} {percent}% {msg} {eta}");
     let mut on_progress = |p: &PtqProgress| {
         bar.set_length(p.total as u64);
@@ -148,9 +152,15 @@ pub(super) fn quantize(
         bar.set_position(p.done as u64);
     };
     let settings = PtqSettings { config, method, float_dtype };
-    let outcome =
-        workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress))?;
+    let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
+    let outcome = outcome.map_err(|e| match e {
+        // In the words, with the hints, of rounding.
+        TrainError::Quant { module, source } => {
+            CheckpointError::quant(&args.model, source_name(ckpt, &module), source).into()
+        }
+        other => CliError::from(other),
+    })?;
     let mut layers = Vec::new();
     for linear in outcome.linears {
         let Some(spec) = specs.iter().find(|s| s.module == linear.module) else {

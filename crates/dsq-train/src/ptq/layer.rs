@@ -99,7 +99,7 @@ impl Run<'_> {
         let realize = |s: Vec<f32>| awq::in_effect(&old, &awq::divided(&old, &s, dtype));
         let found = awq::search(h, &h.mean_magnitude(), &consumers, realize)
             .map_err(|(i, source)| TrainError::Quant { module: self.module(parts[i]), source })?;
-        let Some((s, _)) = found else { return Ok(()) };
+        let Some(s) = found else { return Ok(()) };
         // `s` is `old / stored` in f32, so this finds `stored` again: it lies on a far coarser grid.
         let values = awq::divided(&old, &s, dtype);
         norm(layer).set_values(values.clone());
@@ -127,7 +127,7 @@ impl Run<'_> {
         let consumers = [Consumer { w: &work.of(to).original, args: args[0] }];
         let found = awq::search(h, &magnitude, &consumers, |s| s)
             .map_err(|(_, source)| TrainError::Quant { module: self.module(to), source })?;
-        let Some((s, _)) = found else { return Ok(()) };
+        let Some(s) = found else { return Ok(()) };
         let per = heads / kv_heads.max(1);
         let rows: Vec<f32> = (0..kv_heads * d).map(|i| 1.0 / s[i / d * per * d + i % d]).collect();
         work.of_mut(from).scale(Some(&rows), None);

@@ -345,6 +345,19 @@ fn c012_codes_are_chosen_against_the_stored_scale() {
 }
 
 #[test]
+fn the_worked_example_of_the_documentation() {
+    let h = Hessian::from_matrix(2, vec![2.0, 1.0, 1.0, 1.0]);
+    let (w, a) = ([0.4f32, 0.45], args(Granularity::PerChannel));
+    let params = [QParams { scale: 1.0, zero: 0 }];
+    let rtn = QuantizedMatrix::quantize_with(&w, 1, 2, a, &params).unwrap();
+    let factor = Factor::new(&h).unwrap();
+    let gptq = QuantizedMatrix { codes: choose(&w, 1, 2, &factor, a, &params, &rtn), ..rtn.clone() };
+    assert_eq!((&rtn.codes[..], &gptq.codes[..]), (&[0, 0][..], &[0, 1][..]));
+    assert!((row_errors(&w, &rtn, &h)[0] - 0.8825).abs() < 1e-6);
+    assert!((row_errors(&w, &gptq, &h)[0] - 0.1825).abs() < 1e-6);
+}
+
+#[test]
 fn any_number_of_threads_gives_the_same_bits() {
     let (n, k) = (50, 300);
     let w = normal(n * k, 61);
