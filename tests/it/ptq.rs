@@ -278,3 +278,53 @@ fn c005_scales_that_overflow_name_tensor_group_and_value() {
         fails(&args.each_ref().map(String::as_str), &case.at("out"), 6, &words);
     }
 }
+
+/// SmolLM2, from `$DSQ_MODELS` or the user's cache; without it the test is skipped, which `DSQ_REQUIRE_MODELS=1` turns into
+/// a failure.
+fn smollm2() -> Option<PathBuf> {
+    let folder = match std::env::var_os("DSQ_MODELS") {
+        Some(folder) => PathBuf::from(folder),
+        None => PathBuf::from(std::env::var_os("HOME")?).join(".cache/dsq"),
+    };
+    let path = folder.join("smollm2.gguf");
+    if !path.exists() {
+        let required = std::env::var("DSQ_REQUIRE_MODELS").is_ok_and(|v| v == "1");
+        assert!(!required, "DSQ_REQUIRE_MODELS=1, and there is no {}; run .ci/fetch-models.sh", path.display());
+        println!("skipped: there is no {}", path.display());
+        return None;
+    }
+    Some(path)
+}
+
+#[test]
+fn a_gguf_file_is_calibrated_with_its_own_tokenizer() {
+    let Some(model) = smollm2() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let calib = root("recipes/data/pydoc/train.txt");
+    for method in ["gptq", "awq"] {
+        let out = dir.path().join(method);
+        // The first of thirty layers; the others pass in float.
+        let seen = works(&[
+            "quantize",
+            text(&model),
+            "--out",
+            text(&out),
+            "--method",
+            method,
+            "--calib",
+            text(&calib),
+            "--calib-tokens",
+            "512",
+            "--ignore",
+            r"re:model\.layers\.([1-9]|[12][0-9])\..*",
+            "--json",
+        ]);
+        let seen: Value = serde_json::from_str(&seen).unwrap();
+        let rows = seen["rows"].as_array().unwrap();
+        assert_eq!((rows.len(), &seen["calibration"]["context"]), (7, &json!(512)));
+        let share = |r: &Value| r["output_error"].as_f64().unwrap() / r["output_error_rtn"].as_f64().unwrap();
+        let mean = rows.iter().map(share).sum::<f64>() / 7.0;
+        assert!(mean < if method == "gptq" { 0.5 } else { 0.95 }, "{method}: {mean}");
+        assert!(works(&["inspect", text(&out)]).contains("no faults found"));
+    }
+}
