@@ -1,5 +1,8 @@
-//! `dsq quantize`: post-training quantization by rounding to the nearest grid point, into a compressed-tensors folder.
-//! The grid is dsq-quant's, the folder and its proof are dsq-checkpoint's.
+//! `dsq quantize`: post-training quantization into a compressed-tensors folder: rounded to the nearest grid point here, by
+//! GPTQ or AWQ in `calibrated.rs`. The grid is dsq-quant's, the methods are dsq-train's, the folder and its proof are
+//! dsq-checkpoint's.
+
+mod calibrated;
 
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
@@ -7,8 +10,9 @@ use dsq_checkpoint::{
     check_groups, check_output, export_folder, printable,
 };
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver};
+use dsq_train::ptq::Fit;
 use rayon::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// Options of `dsq quantize`.
@@ -31,6 +35,8 @@ pub struct Args {
     /// How codes are chosen.
     #[arg(long, value_enum, default_value = "rtn")]
     method: Method,
+    #[command(flatten)]
+    calibration: calibrated::CalibrationArgs,
     /// Store a zero point for each scale.
     #[arg(long)]
     asymmetric: bool,
@@ -71,21 +77,27 @@ enum ObserverName {
     Mse,
 }
 
-#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     /// Round to nearest.
     Rtn,
+    /// Choose codes column by column against the error that they leave in the outputs of --calib.
+    Gptq,
+    /// Scale input columns by their magnitude in --calib, then round to nearest.
+    Awq,
 }
 
-/// A layer after quantization, with the groups that carry nothing.
+/// A layer after quantization, with the groups that carry nothing and how it fits the calibration text.
 struct Layer {
     tensor: ExportTensor,
     degenerate: usize,
+    fit: Option<Fit>,
 }
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     // All that can be known without reading a weight comes first.
+    args.calibration.check(args.method)?;
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
@@ -96,19 +108,33 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let layers = quantize_layers(&args, global, &ckpt, &config, &specs)?;
+    let (layers, norms, about) = match args.method {
+        Method::Rtn => (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), None),
+        Method::Gptq | Method::Awq => {
+            let text = args.calibration.read(&ckpt)?;
+            let (layers, norms) = calibrated::quantize(&args, global, &ckpt, &config, &specs, &text)?;
+            (layers, norms, Some(text.about(args.method)))
+        }
+    };
     let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
+    let fits: Vec<(String, Fit)> = layers.iter().filter_map(|l| Some((module_of(l), l.fit?))).collect();
     let mut tensors = Vec::with_capacity(layers.len());
     tensors.extend(layers.into_iter().map(|l| l.tensor));
-    tensors.extend(float_tensors(&args, &ckpt, &specs)?);
+    let floats = float_tensors(&args, &ckpt, &specs, &norms)?;
+    tensors.extend(norms);
+    tensors.extend(floats);
     let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
-    report(&args, global, &proof, &degenerate);
+    report(&args, global, &proof, &degenerate, &fits, about);
     Ok(0)
 }
 
+fn module_of(layer: &Layer) -> String {
+    let ExportTensor::Linear { module, .. } = &layer.tensor else { return String::new() };
+    module.clone()
+}
+
 fn degenerate_entry(layer: &Layer) -> (String, usize) {
-    let ExportTensor::Linear { module, .. } = &layer.tensor else { return (String::new(), 0) };
-    (module.clone(), layer.degenerate)
+    (module_of(layer), layer.degenerate)
 }
 
 /// The schemes and what they leave alone, checked against the model; unties `model`'s head if it gets a scheme.
@@ -229,10 +255,7 @@ fn quantize_layers(
     specs: &[LinearSpec],
 ) -> Result<Vec<Layer>, CliError> {
     let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(global.threads())
-        .build()
-        .map_err(|e| CliError::new(5, format!("cannot start worker threads: {e}")))?;
+    let pool = workers(global)?;
     let results: Vec<Result<Layer, CliError>> = pool.install(|| {
         let one = |spec: &LinearSpec| {
             let layer = quantize_layer(args, ckpt, config, spec);
@@ -246,12 +269,27 @@ fn quantize_layers(
     results.into_iter().collect()
 }
 
-fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &LinearSpec) -> Result<Layer, CliError> {
-    // The source of a tied head is the embedding.
-    let name = match spec.module.as_str() {
+fn workers(global: &Global) -> Result<rayon::ThreadPool, CliError> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(global.threads()).build();
+    pool.map_err(|e| CliError::new(5, format!("cannot start worker threads: {e}")))
+}
+
+/// The tensor that a layer's weight comes from: that of a tied head is the embedding.
+fn source_name(ckpt: &Checkpoint, module: &str) -> String {
+    match module {
         "lm_head" if ckpt.info("lm_head.weight").is_none() => "model.embed_tokens.weight".to_string(),
         module => format!("{module}.weight"),
-    };
+    }
+}
+
+/// What is known of the weight of `name`, whose values `w` became `values`.
+fn source_record(ckpt: &Checkpoint, name: &str, w: &[f32], values: &[f32]) -> Result<SourceRecord, CliError> {
+    let dtype = ckpt.info(name).map(|i| i.dtype).unwrap_or_default();
+    Ok(SourceRecord::with_values(ckpt.sha256(name)?, dtype, w, values))
+}
+
+fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &LinearSpec) -> Result<Layer, CliError> {
+    let name = source_name(ckpt, &spec.module);
     let refuse = |e| CliError::from(dsq_checkpoint::CheckpointError::quant(&args.model, &name, e));
     let LinearWeight::Float { n, k, data } = ckpt.linear(&spec.module)? else {
         return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
@@ -259,20 +297,27 @@ fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &L
     let Some(&QuantScheme { weights, .. }) = config.scheme_for(&spec.module) else {
         return Err(CliError::new(70, format!("{name}: no scheme names this layer")));
     };
-    let matrix = match args.method {
-        Method::Rtn => QuantizedMatrix::quantize(&data, n, k, weights).map_err(refuse)?,
-    };
+    let matrix = QuantizedMatrix::quantize(&data, n, k, weights).map_err(refuse)?;
     let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
-    let dtype = ckpt.info(&name).map(|i| i.dtype).unwrap_or_default();
-    let source = Some(SourceRecord::with_hash(ckpt.sha256(&name)?, dtype, &data, &matrix));
+    let source = Some(source_record(ckpt, &name, &data, &matrix.dequantize())?);
     let (module, shape) = (spec.module.clone(), spec.shape.clone());
-    Ok(Layer { tensor: ExportTensor::Linear { module, shape, matrix, activation: None, source }, degenerate })
+    let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source };
+    Ok(Layer { tensor, degenerate, fit: None })
 }
 
-/// Everything that is not quantized: copied bit for bit, or converted to --dtype.
-fn float_tensors(args: &Args, ckpt: &Checkpoint, quantized: &[LinearSpec]) -> Result<Vec<ExportTensor>, CliError> {
-    let quantized: Vec<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
-    let names = ckpt.names().into_iter().filter(|n| !quantized.contains(n));
+/// Everything that is neither quantized nor changed: copied bit for bit, or converted to --dtype.
+fn float_tensors(
+    args: &Args,
+    ckpt: &Checkpoint,
+    quantized: &[LinearSpec],
+    changed: &[ExportTensor],
+) -> Result<Vec<ExportTensor>, CliError> {
+    let mut done: Vec<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
+    done.extend(changed.iter().filter_map(|t| match t {
+        ExportTensor::Rescaled { name, .. } => Some(name.clone()),
+        _ => None,
+    }));
+    let names = ckpt.names().into_iter().filter(|n| !done.contains(n));
     let dtype = args.dtype.or(default_dtype(ckpt));
     names.map(|name| float_tensor(ckpt, name, dtype)).collect()
 }
@@ -300,33 +345,48 @@ fn copy(ckpt: &Checkpoint, name: String, dtype: Dtype, shape: Vec<usize>) -> Res
     Ok(ExportTensor::Copy { name, dtype, shape, bytes })
 }
 
-fn report(args: &Args, global: &Global, proof: &Proof, degenerate: &[(String, usize)]) {
-    let layers: Vec<_> = proof.tensors.iter().filter_map(|t| t.source.as_ref().map(|s| (t, s))).collect();
+fn report(
+    args: &Args,
+    global: &Global,
+    proof: &Proof,
+    degenerate: &[(String, usize)],
+    fits: &[(String, Fit)],
+    about: Option<Value>,
+) {
+    // Rescaled norms have a source too.
+    let quantized = proof.tensors.iter().filter(|t| t.became == "quantized");
+    let layers: Vec<_> = quantized.filter_map(|t| t.source.as_ref().map(|s| (t, s))).collect();
     let size: u64 = proof.bytes.values().sum();
     if global.json {
         let rows: Vec<_> = layers
             .iter()
             .map(|(t, s)| {
-                json!({
+                let mut row = json!({
                     "name": t.name,
                     "bits_per_weight": t.bits_per_weight,
                     "relative_error": s.relative_error,
                     "max_abs_error": s.max_abs_error,
-                })
+                });
+                let fit = fits.iter().find(|(m, _)| t.name.strip_suffix(".weight") == Some(m));
+                if let (Some((_, fit)), Some(row)) = (fit, row.as_object_mut()) {
+                    row.extend(calibrated::fit_columns(fit));
+                }
+                row
             })
             .collect();
         let degenerate: Vec<_> = degenerate.iter().map(|(m, n)| json!({"name": m, "groups": n})).collect();
-        output::line(
-            json!({
-                "out": args.out,
-                "bits_per_weight": proof.bits_per_weight,
-                "model_bits_per_weight": proof.model_bits_per_weight,
-                "bytes": proof.bytes,
-                "degenerate_groups": degenerate,
-                "rows": rows,
-            })
-            .to_string(),
-        );
+        let mut object = json!({
+            "out": args.out,
+            "bits_per_weight": proof.bits_per_weight,
+            "model_bits_per_weight": proof.model_bits_per_weight,
+            "bytes": proof.bytes,
+            "degenerate_groups": degenerate,
+        });
+        if let Some(about) = about {
+            object["calibration"] = about;
+        }
+        object["rows"] = rows.into();
+        output::line(object.to_string());
         return;
     }
     let mean = layers.iter().map(|(_, s)| s.relative_error).sum::<f64>() / layers.len().max(1) as f64;
@@ -340,6 +400,9 @@ fn report(args: &Args, global: &Global, proof: &Proof, degenerate: &[(String, us
     output::line(format!("relative error of a layer: mean {mean:.4}"));
     if let Some((t, s)) = layers.iter().max_by(|a, b| a.1.relative_error.total_cmp(&b.1.relative_error)) {
         output::line(format!("  largest {:.4} in {}", s.relative_error, printable(&t.name)));
+    }
+    for note in calibrated::notes(args.method, fits) {
+        output::line(note);
     }
     for (module, groups) in degenerate {
         output::line(format!("note: {}: {groups} groups hold nothing (all but zero)", printable(module)));

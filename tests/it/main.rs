@@ -6,5 +6,6 @@ mod llama_bound;
 mod model_files;
 mod parity_cnn;
 mod parity_llama;
+mod ptq;
 mod regress;
 mod signals;

@@ -34,6 +34,20 @@ pub enum ExportTensor {
         /// Stored dtype.
         dtype: FloatType,
     },
+    /// A float tensor whose values a method changed, so that changed weights after it compute the same; rounded to
+    /// `dtype` (nearest even).
+    Rescaled {
+        /// Tensor name.
+        name: String,
+        /// Shape, outermost first.
+        shape: Vec<usize>,
+        /// New values, row major.
+        data: Vec<f32>,
+        /// Stored dtype.
+        dtype: FloatType,
+        /// The tensor before it was changed, for the proof.
+        source: SourceRecord,
+    },
     /// Stored bytes of a source, copied bit for bit.
     Copy {
         /// Tensor name.
@@ -60,17 +74,20 @@ pub enum ExportTensor {
     },
 }
 
-/// What is known of a weight before it was quantized.
+/// What is known of a weight before it was quantized or rescaled.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SourceRecord {
     /// SHA-256 of its bytes (as stored, or as f32), in hex.
     pub sha256: String,
     /// Its stored type.
     pub dtype: String,
-    /// Largest absolute difference to the grid.
+    /// Largest absolute difference to what is stored, rescaling undone.
     pub max_abs_error: f64,
     /// Frobenius norm of the difference over that of the weight (0 for a zero weight).
     pub relative_error: f64,
+    /// How the weight was multiplied before it was stored, in words; `None`: not at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rescaled: Option<String>,
 }
 
 impl SourceRecord {
@@ -81,15 +98,20 @@ impl SourceRecord {
 
     /// As [`SourceRecord::of`], for a source whose stored bytes have been hashed.
     pub fn with_hash(sha256: String, dtype: String, w: &[f32], matrix: &QuantizedMatrix) -> Self {
+        Self::with_values(sha256, dtype, w, &matrix.dequantize())
+    }
+
+    /// As [`SourceRecord::with_hash`], for what the stored values stand for (rescaling undone).
+    pub fn with_values(sha256: String, dtype: String, w: &[f32], values: &[f32]) -> Self {
         let (mut max, mut err, mut norm) = (0.0f64, 0.0f64, 0.0f64);
-        for (v, x) in matrix.dequantize().iter().zip(w) {
+        for (v, x) in values.iter().zip(w) {
             let d = f64::from(*v) - f64::from(*x);
             max = max.max(d.abs());
             err += d * d;
             norm += f64::from(*x).powi(2);
         }
         let relative_error = if norm == 0.0 { 0.0 } else { (err / norm).sqrt() };
-        Self { sha256, dtype, max_abs_error: max, relative_error }
+        Self { sha256, dtype, max_abs_error: max, relative_error, rescaled: None }
     }
 }
 
@@ -117,7 +139,7 @@ pub struct Proof {
 pub struct TensorProof {
     /// Name of the source tensor.
     pub name: String,
-    /// `quantized`, `copied`, `converted` or `dropped`.
+    /// `quantized`, `copied`, `converted`, `rescaled` (changed by a method, see `source.rescaled`) or `dropped`.
     pub became: &'static str,
     /// Why it was dropped.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -271,13 +293,17 @@ fn drop_tied_head(
 ) -> Result<Option<TensorProof>, CheckpointError> {
     let ModelConfig::Llama(c) = config else { return Ok(None) };
     let head = |l: &ExportTensor| match l {
-        ExportTensor::Float { name, .. } | ExportTensor::Copy { name, .. } => name == "lm_head.weight",
+        ExportTensor::Float { name, .. } | ExportTensor::Rescaled { name, .. } | ExportTensor::Copy { name, .. } => {
+            name == "lm_head.weight"
+        }
         ExportTensor::Linear { module, .. } => module == "lm_head",
     };
     let Some(at) = layers.iter().position(head).filter(|_| c.tie_word_embeddings) else { return Ok(None) };
     let head = layers.remove(at);
     let stored = |l: &ExportTensor| match l {
-        ExportTensor::Float { name, data, dtype, .. } => Some((name.clone(), float_bytes(data, *dtype))),
+        ExportTensor::Float { name, data, dtype, .. } | ExportTensor::Rescaled { name, data, dtype, .. } => {
+            Some((name.clone(), float_bytes(data, *dtype)))
+        }
         ExportTensor::Copy { name, bytes, .. } => Some((name.clone(), bytes.clone())),
         ExportTensor::Linear { .. } => None,
     };
@@ -301,7 +327,7 @@ fn drop_tied_head(
 
 fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Result<(), CheckpointError> {
     match layer {
-        ExportTensor::Float { name, shape, data, dtype } => {
+        ExportTensor::Float { name, shape, data, dtype } | ExportTensor::Rescaled { name, shape, data, dtype, .. } => {
             let expected = shape.iter().product::<usize>();
             if expected != data.len() {
                 let problem = format!("shape {shape:?}: expected {expected} values, got {}", data.len());
@@ -371,7 +397,7 @@ fn pending<'a>(layer: &'a ExportTensor, packed: &'a [NamedTensor]) -> Vec<Pendin
         vec![Pending { name: name.into(), dtype, shape: shape.to_vec(), bytes }]
     };
     match layer {
-        ExportTensor::Float { name, shape, data, dtype } => {
+        ExportTensor::Float { name, shape, data, dtype } | ExportTensor::Rescaled { name, shape, data, dtype, .. } => {
             one(name, (*dtype).into(), shape, Box::new(|| float_bytes(data, *dtype).into()))
         }
         ExportTensor::Copy { name, dtype, shape, bytes } => {
@@ -420,7 +446,9 @@ fn main_dtype(layers: &[ExportTensor]) -> FloatType {
     let index = |t: FloatType| FloatType::ALL.iter().position(|a| *a == t).unwrap_or(0);
     for layer in layers {
         match layer {
-            ExportTensor::Float { data, dtype, .. } => counts[index(*dtype)] += data.len(),
+            ExportTensor::Float { data, dtype, .. } | ExportTensor::Rescaled { data, dtype, .. } => {
+                counts[index(*dtype)] += data.len()
+            }
             ExportTensor::Copy { dtype, bytes, .. } => {
                 if let Some(t) = dtype.float() {
                     counts[index(t)] += bytes.len() / dtype.size();
@@ -512,6 +540,9 @@ fn prove(
                 let became = if *dtype == FloatType::F32 { "copied" } else { "converted" };
                 (name.clone(), became, None, data.len())
             }
+            ExportTensor::Rescaled { name, data, source, .. } => {
+                (name.clone(), "rescaled", Some(source.clone()), data.len())
+            }
             ExportTensor::Copy { name, dtype, bytes, .. } => (name.clone(), "copied", None, bytes.len() / dtype.size()),
             ExportTensor::Linear { module, matrix, activation, source, .. } => {
                 let LinearWeight::Quantized(back) = ckpt.linear(module)? else { return differs(module) };
@@ -529,7 +560,9 @@ fn prove(
         weights += n as u64;
         let bits_per_weight = ratio(layer_bits, n as u64);
         let underflow = match layer {
-            ExportTensor::Float { data, dtype, .. } => conversion_loss(data, *dtype).underflow,
+            ExportTensor::Float { data, dtype, .. } | ExportTensor::Rescaled { data, dtype, .. } => {
+                conversion_loss(data, *dtype).underflow
+            }
             _ => 0,
         };
         tensors.push(TensorProof { name, became, reason: None, source, underflow, bits_per_weight, stored });

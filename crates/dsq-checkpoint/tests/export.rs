@@ -4,7 +4,7 @@ mod fixtures;
 
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, Dtype, ExportTensor, FolderWriter, LinearWeight, ModelConfig, NamedTensor,
-    ResNetConfig, TensorData, check_groups, check_output, export_folder, write_atomic,
+    ResNetConfig, SourceRecord, TensorData, check_groups, check_output, export_folder, write_atomic,
 };
 use dsq_quant::{
     FloatType, Granularity, Mapping, QParams, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix,
@@ -234,6 +234,36 @@ fn c019_per_channel_with_bias_survives_a_save() {
         assert_eq!(ckpt.linear(&module).unwrap(), LinearWeight::Quantized(matrix));
         assert_eq!(ckpt.activation(&module).unwrap(), Some((activations, p)));
     }
+}
+
+#[test]
+fn rescaled_tensors_are_stored_as_they_became_and_the_proof_names_what_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("m");
+    let config = llama(false);
+    let name = "model.layers.1.input_layernorm.weight";
+    let mut before = Vec::new();
+    let layers = float_layers(&config, FloatType::Bf16).into_iter().map(|l| match l {
+        ExportTensor::Float { name: n, shape, data, dtype } if n == name => {
+            before = data.clone();
+            let data: Vec<f32> = data.iter().map(|v| dtype.round(v / 3.0)).collect();
+            let mut source = SourceRecord::with_values("0123".into(), "BF16".into(), &before, &data);
+            source.rescaled = Some("divided by 3".into());
+            ExportTensor::Rescaled { name: n, shape, data, dtype, source }
+        }
+        other => other,
+    });
+    let layers: Vec<ExportTensor> = layers.collect();
+    let proof = export_folder(&out, &ModelConfig::Llama(config), layers, None, vec![], false).unwrap();
+    let got = Checkpoint::open(&out).unwrap().read_f32(name).unwrap();
+    assert!(got.iter().zip(&before).all(|(v, w)| *v == FloatType::Bf16.round(w / 3.0)));
+    let tensor = proof.tensors.iter().find(|t| t.name == name).unwrap();
+    let source = tensor.source.as_ref().unwrap();
+    assert_eq!((tensor.became, source.sha256.as_str()), ("rescaled", "0123"));
+    assert_eq!(source.rescaled.as_deref(), Some("divided by 3"));
+    assert!((source.relative_error - 2.0 / 3.0).abs() < 0.01, "{}", source.relative_error);
+    assert!(Checkpoint::open(&out).unwrap().faults().is_empty());
+    assert_eq!(proof.tensors.iter().filter(|t| t.became == "rescaled").count(), 1);
 }
 
 #[test]

@@ -2,10 +2,12 @@
 //! `resnet`).
 
 use crate::fake_quant::fake_quant_weight;
+use crate::llama::host;
 use crate::ops;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use dsq_quant::QuantArgs;
+use std::sync::Arc;
 
 /// A linear layer without bias, `y = x w^T`.
 #[derive(Module, Debug)]
@@ -25,6 +27,11 @@ impl Linear {
     /// Whether, and how, the forward pass sees the weight on a grid.
     pub fn quant(&self) -> Option<&QuantArgs> {
         self.quant.as_ref()
+    }
+
+    /// The weight `[n, k]`, row major (not the fake-quantized one).
+    pub fn values(&self) -> Vec<f32> {
+        host(self.weight.val())
     }
 
     /// Replaces the weight, `[n, k]`, row major; same shape.
@@ -69,6 +76,16 @@ impl RmsNorm {
         Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [d]), device)), eps }
     }
 
+    /// The weight `[d]`.
+    pub fn values(&self) -> Vec<f32> {
+        host(self.weight.val())
+    }
+
+    /// Replaces the weight, `[d]`.
+    pub fn set_values(&mut self, weight: Vec<f32>) {
+        *self = Self::from_values(weight, self.eps, &self.weight.val().device());
+    }
+
     /// `x / sqrt(mean(x^2) + eps) * weight`.
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         ops::rms_norm::rms_norm(x, self.weight.val(), self.eps)
@@ -83,6 +100,14 @@ pub struct Embedding {
 }
 
 impl Embedding {
+    /// Rows `[b, t, d]` of `b` sequences of one length.
+    ///
+    /// # Panics
+    /// When an id lies outside the table.
+    pub fn forward(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
+        ops::embedding::embedding(self.weight.val(), ids, b)
+    }
+
     /// From a table `[v, d]`, row major.
     pub fn from_values(weight: Vec<f32>, [v, d]: [usize; 2], device: &Device) -> Self {
         Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [v, d]), device)) }
@@ -101,9 +126,9 @@ pub struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// `[.., d]` to `[.., d]`.
-    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+    /// The input `[.., ffn]` of `down`, from `x [.., d]`: `silu(gate(x)) * up(x)`.
+    pub fn inner<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let gate = self.gate_proj.forward(x.clone());
-        self.down_proj.forward(ops::swiglu::silu_mul(gate, self.up_proj.forward(x)))
+        ops::swiglu::silu_mul(gate, self.up_proj.forward(x))
     }
 }

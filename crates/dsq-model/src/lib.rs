@@ -13,5 +13,5 @@ pub mod resnet;
 
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
-pub use llama::{Layer, Llama, SelfAttention, next_token_labels, tensor_name};
+pub use llama::{Layer, Llama, SelfAttention, Sequences, next_token_labels, tensor_name};
 pub use ops::distill::Teacher;

@@ -6,7 +6,7 @@ use crate::ops;
 use crate::{IGNORED, ModelError, Teacher};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
+use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_kernels::train::{AttentionShape, Rope};
 use rand_chacha::{
     ChaCha8Rng,
@@ -42,6 +42,126 @@ pub struct Layer {
     pub post_attention_layernorm: RmsNorm,
     /// Feed-forward block.
     pub mlp: SwiGlu,
+}
+
+/// Shape and rotary tables of a batch: `b` sequences of `t` tokens.
+#[derive(Debug, Clone)]
+pub struct Sequences {
+    shape: AttentionShape,
+    rope: Arc<Rope>,
+}
+
+impl Sequences {
+    /// For `b` sequences of `t` tokens in a model of this architecture.
+    pub fn new(config: &LlamaConfig, b: usize, t: usize) -> Self {
+        let c = config;
+        let shape =
+            AttentionShape { b, t, heads: c.num_attention_heads, kv_heads: c.num_key_value_heads, d: c.head_dim };
+        Self { shape, rope: Arc::new(Rope::new(t, c.head_dim, c.rope_theta)) }
+    }
+}
+
+/// The forward pass of a layer in the steps between its linear layers, so that a caller can see the input of each of
+/// them (the input of q, k and v is one tensor, that of gate and up too). [`Layer::forward`] is these steps in order;
+/// there is no other formula.
+impl Layer {
+    /// Layer `i` of a checkpoint (a quantized one gives its dequantized weights), without the rest of the model.
+    ///
+    /// # Errors
+    /// As [`Llama::from_checkpoint`].
+    pub fn from_checkpoint(checkpoint: &Checkpoint, i: usize, device: &Device) -> Result<Self, ModelError> {
+        let config = llama_config(checkpoint)?;
+        Self::build(config, i, device, &mut |name, shape| stored(checkpoint, name, shape))
+    }
+
+    /// Asks `values` for every tensor of layer `i`.
+    fn build<E>(
+        config: &LlamaConfig,
+        i: usize,
+        device: &Device,
+        values: &mut impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
+        let c = config;
+        let (d, ffn, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
+        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+        let mut linear = |part: &str, n: usize, k: usize| {
+            let name = format!("model.layers.{i}.{part}.weight");
+            values(&name, &[n, k]).map(|v| Linear::from_values(v, [n, k], device))
+        };
+        let self_attn = SelfAttention {
+            q_proj: linear("self_attn.q_proj", q, d)?,
+            k_proj: linear("self_attn.k_proj", kv, d)?,
+            v_proj: linear("self_attn.v_proj", kv, d)?,
+            o_proj: linear("self_attn.o_proj", d, q)?,
+        };
+        let mlp = SwiGlu {
+            gate_proj: linear("mlp.gate_proj", ffn, d)?,
+            up_proj: linear("mlp.up_proj", ffn, d)?,
+            down_proj: linear("mlp.down_proj", d, ffn)?,
+        };
+        let mut norm = |part: &str| {
+            let name = format!("model.layers.{i}.{part}.weight");
+            values(&name, &[d]).map(|v| RmsNorm::from_values(v, eps, device))
+        };
+        let input_layernorm = norm("input_layernorm")?;
+        let post_attention_layernorm = norm("post_attention_layernorm")?;
+        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp })
+    }
+
+    /// The residual stream after the layer, from that before it, `[b, t, d]`.
+    pub fn forward(&self, x: Tensor<3>, batch: &Sequences) -> Tensor<3> {
+        let attended = self.o_input(self.qkv_input(x.clone()), batch);
+        let x = self.after_attention(x, attended);
+        let inner = self.down_input(self.gate_up_input(x.clone()));
+        self.after_mlp(x, inner)
+    }
+
+    /// Input `[b, t, d]` of q_proj, k_proj and v_proj, from the residual stream before the layer.
+    pub fn qkv_input(&self, x: Tensor<3>) -> Tensor<3> {
+        self.input_layernorm.forward(x)
+    }
+
+    /// Input `[b, t, heads * head_dim]` of o_proj, from that of q_proj, k_proj and v_proj.
+    pub fn o_input(&self, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
+        let a = &self.self_attn;
+        let (q, k, v) = (a.q_proj.forward(h.clone()), a.k_proj.forward(h.clone()), a.v_proj.forward(h));
+        ops::attention::attention(q, k, v, batch.shape, batch.rope.clone())
+    }
+
+    /// The residual stream after attention, from that before the layer and the input of o_proj.
+    pub fn after_attention(&self, x: Tensor<3>, attended: Tensor<3>) -> Tensor<3> {
+        x + self.self_attn.o_proj.forward(attended)
+    }
+
+    /// Input `[b, t, d]` of gate_proj and up_proj, from the residual stream after attention.
+    pub fn gate_up_input(&self, x: Tensor<3>) -> Tensor<3> {
+        self.post_attention_layernorm.forward(x)
+    }
+
+    /// Input `[b, t, ffn]` of down_proj, from that of gate_proj and up_proj.
+    pub fn down_input(&self, h: Tensor<3>) -> Tensor<3> {
+        self.mlp.inner(h)
+    }
+
+    /// The residual stream after the layer, from that after attention and the input of down_proj.
+    pub fn after_mlp(&self, x: Tensor<3>, inner: Tensor<3>) -> Tensor<3> {
+        x + self.mlp.down_proj.forward(inner)
+    }
+
+    /// The linear layers with the ends of their module names (`self_attn.q_proj`), in the order in which they run.
+    pub fn linears(&self) -> [(&'static str, &Linear); 7] {
+        let (a, m) = (&self.self_attn, &self.mlp);
+        let parts = [&a.q_proj, &a.k_proj, &a.v_proj, &a.o_proj, &m.gate_proj, &m.up_proj, &m.down_proj];
+        std::array::from_fn(|i| (LINEARS[i], parts[i]))
+    }
+
+    /// [`Layer::linears`], to change them.
+    pub fn linears_mut(&mut self) -> [(&'static str, &mut Linear); 7] {
+        let (a, m) = (&mut self.self_attn, &mut self.mlp);
+        let mut names = LINEARS.into_iter();
+        [&mut a.q_proj, &mut a.k_proj, &mut a.v_proj, &mut a.o_proj, &mut m.gate_proj, &mut m.up_proj, &mut m.down_proj]
+            .map(|l| (names.next().unwrap_or_default(), l))
+    }
 }
 
 /// A Llama-like language model.
@@ -80,20 +200,8 @@ impl Llama {
     /// # Errors
     /// [`ModelError::Architecture`] for another kind of model, [`ModelError::Checkpoint`] for what cannot be read.
     pub fn from_checkpoint(checkpoint: &Checkpoint, device: &Device) -> Result<Self, ModelError> {
-        let config = match checkpoint.config() {
-            ModelConfig::Llama(config) => config,
-            other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }),
-        };
-        Self::build(config, device, |name, shape| {
-            let module = name.strip_suffix(".weight").unwrap_or(name);
-            if shape.len() == 1 || module == "model.embed_tokens" {
-                return Ok(checkpoint.read_f32(name)?);
-            }
-            Ok(match checkpoint.linear(module)? {
-                LinearWeight::Float { data, .. } => data,
-                LinearWeight::Quantized(matrix) => matrix.dequantize(),
-            })
-        })
+        let config = llama_config(checkpoint)?;
+        Self::build(config, device, |name, shape| stored(checkpoint, name, shape))
     }
 
     /// A model of tensors by their Hugging Face names, for instance those of [`Llama::named_tensors`].
@@ -123,33 +231,11 @@ impl Llama {
         mut values: impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
     ) -> Result<Self, E> {
         let c = config;
-        let (d, ffn, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
-        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+        let (d, eps) = (c.hidden_size, c.rms_norm_eps);
         let embed = values("model.embed_tokens.weight", &[c.vocab_size, d])?;
         let mut layers = Vec::with_capacity(c.num_hidden_layers);
         for i in 0..c.num_hidden_layers {
-            let mut linear = |part: &str, n: usize, k: usize| {
-                let name = format!("model.layers.{i}.{part}.weight");
-                values(&name, &[n, k]).map(|v| Linear::from_values(v, [n, k], device))
-            };
-            let self_attn = SelfAttention {
-                q_proj: linear("self_attn.q_proj", q, d)?,
-                k_proj: linear("self_attn.k_proj", kv, d)?,
-                v_proj: linear("self_attn.v_proj", kv, d)?,
-                o_proj: linear("self_attn.o_proj", d, q)?,
-            };
-            let mlp = SwiGlu {
-                gate_proj: linear("mlp.gate_proj", ffn, d)?,
-                up_proj: linear("mlp.up_proj", ffn, d)?,
-                down_proj: linear("mlp.down_proj", d, ffn)?,
-            };
-            let mut norm = |part: &str| {
-                let name = format!("model.layers.{i}.{part}.weight");
-                values(&name, &[d]).map(|v| RmsNorm::from_values(v, eps, device))
-            };
-            let input_layernorm = norm("input_layernorm")?;
-            let post_attention_layernorm = norm("post_attention_layernorm")?;
-            layers.push(Layer { input_layernorm, self_attn, post_attention_layernorm, mlp });
+            layers.push(Layer::build(c, i, device, &mut values)?);
         }
         let norm = RmsNorm::from_values(values("model.norm.weight", &[d])?, eps, device);
         let lm_head = match c.tie_word_embeddings {
@@ -192,20 +278,9 @@ impl Llama {
 
     /// The residual stream after the last layer, `[b, t, d]`.
     fn hidden(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
-        let c = &self.config;
-        let t = ids.len() / b.max(1);
-        let shape =
-            AttentionShape { b, t, heads: c.num_attention_heads, kv_heads: c.num_key_value_heads, d: c.head_dim };
-        let rope = Arc::new(Rope::new(t, c.head_dim, c.rope_theta));
-        let mut x = ops::embedding::embedding(self.embed_tokens.weight.val(), ids, b);
-        for layer in &self.layers {
-            let h = layer.input_layernorm.forward(x.clone());
-            let a = &layer.self_attn;
-            let (q, k, v) = (a.q_proj.forward(h.clone()), a.k_proj.forward(h.clone()), a.v_proj.forward(h));
-            x = x + a.o_proj.forward(ops::attention::attention(q, k, v, shape, rope.clone()));
-            x = x.clone() + layer.mlp.forward(layer.post_attention_layernorm.forward(x));
-        }
-        x
+        let batch = Sequences::new(&self.config, b, ids.len() / b.max(1));
+        let x = self.embed_tokens.forward(ids, b);
+        self.layers.iter().fold(x, |x, layer| layer.forward(x, &batch))
     }
 
     /// The causal language-model loss `[1]` of a micro-batch of `b` sequences: the sum of the cross-entropies of
@@ -269,9 +344,7 @@ impl Llama {
     pub fn linears(&self) -> Vec<(String, &Linear)> {
         let mut out = Vec::new();
         for (i, layer) in self.layers.iter().enumerate() {
-            let (a, m) = (&layer.self_attn, &layer.mlp);
-            let parts = [&a.q_proj, &a.k_proj, &a.v_proj, &a.o_proj, &m.gate_proj, &m.up_proj, &m.down_proj];
-            out.extend(LINEARS.iter().zip(parts).map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+            out.extend(layer.linears().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
         }
         out.extend(self.lm_head.iter().map(|l| ("lm_head".to_owned(), l)));
         out
@@ -281,17 +354,7 @@ impl Llama {
     pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
         let mut out = Vec::new();
         for (i, layer) in self.layers.iter_mut().enumerate() {
-            let (a, m) = (&mut layer.self_attn, &mut layer.mlp);
-            let parts = [
-                &mut a.q_proj,
-                &mut a.k_proj,
-                &mut a.v_proj,
-                &mut a.o_proj,
-                &mut m.gate_proj,
-                &mut m.up_proj,
-                &mut m.down_proj,
-            ];
-            out.extend(LINEARS.iter().zip(parts).map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+            out.extend(layer.linears_mut().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
         }
         out.extend(self.lm_head.iter_mut().map(|l| ("lm_head".to_owned(), l)));
         out
@@ -307,6 +370,23 @@ const LINEARS: [&str; 7] = [
     "mlp.up_proj",
     "mlp.down_proj",
 ];
+
+/// The architecture of a checkpoint.
+fn llama_config(checkpoint: &Checkpoint) -> Result<&LlamaConfig, ModelError> {
+    match checkpoint.config() {
+        ModelConfig::Llama(config) => Ok(config),
+        other => Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }),
+    }
+}
+
+/// A tensor of a checkpoint, dequantized where it is stored as codes.
+fn stored(checkpoint: &Checkpoint, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+    let module = name.strip_suffix(".weight").unwrap_or(name);
+    if shape.len() == 1 || module == "model.embed_tokens" {
+        return Ok(checkpoint.read_f32(name)?);
+    }
+    Ok(checkpoint.linear(module)?.into_f32())
+}
 
 /// The Hugging Face name of the tensor at a module path (`layers.0.mlp.up_proj.weight`).
 pub fn tensor_name(path: &str) -> String {

@@ -63,6 +63,22 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
+    /// A value that is not finite in the inputs of a layer during calibration (exit code 6).
+    #[error("{module}: calibration inputs: expected finite values with finite squares, got a square sum of {value}")]
+    Activations {
+        /// The layer.
+        module: String,
+        /// What the sum of the squares of an input became.
+        value: f64,
+    },
+    /// A text has fewer tokens than are to be taken from it (exit code 3).
+    #[error("calibration text: expected at least {expected} tokens, got {got}")]
+    ShortText {
+        /// Tokens to be taken.
+        expected: usize,
+        /// Tokens of the text.
+        got: usize,
+    },
     /// Stopped on request after a finished, saved step (exit code 130).
     #[error("interrupted after step {step}; the checkpoint is in {}", path.display())]
     Interrupted {
@@ -96,9 +112,9 @@ impl TrainError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. } | Self::RunFolder { .. } => 2,
-            Self::Artifact { .. } => 3,
+            Self::Artifact { .. } | Self::ShortText { .. } => 3,
             Self::Io { .. } | Self::InUse { .. } => 4,
-            Self::Numerics { .. } => 6,
+            Self::Numerics { .. } | Self::Activations { .. } => 6,
             Self::Interrupted { .. } => 130,
             Self::Quant { source: QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }, .. } => 6,
             Self::Quant { .. } => 2,

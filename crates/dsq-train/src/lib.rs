@@ -1,5 +1,6 @@
-//! Training: QAT on the grid that ships, and run folders that survive a kill. Takes plain settings, returns plain
-//! results and reports progress through a callback; it prints nothing and knows no recipe file.
+//! Training: QAT on the grid that ships, and run folders that survive a kill; post-training quantization with calibration
+//! data. Takes plain settings, returns plain results and reports progress through a callback; it prints nothing and knows
+//! no recipe file.
 
 mod adamw;
 pub mod cnn;
@@ -7,6 +8,7 @@ mod error;
 pub mod idx;
 mod lm;
 mod progress;
+pub mod ptq;
 pub mod qat;
 mod run_dir;
 

@@ -1,0 +1,245 @@
+//! AWQ: inputs of large magnitude get finer weights. Column `j` of a weight is multiplied by `s_j` before it is rounded,
+//! and what makes input `j` is divided by `s_j`, so that the float model computes the same. The scales are
+//! `s = mean|x|^alpha`, normalised so that the largest and the smallest multiply to 1; `alpha` is searched. Codes are
+//! rounded to nearest on the grid of the scaled weights. Not the walk over a model (see `mod.rs`), and not the clipping
+//! (that is `WeightObserver::Mse`).
+//!
+//! Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv:2306.00978), section
+//! 3.2, and its code (`llm-awq`, `auto_scale.py`: 20 values of alpha from 0, mean magnitudes, that normalisation). One
+//! difference: the error that is minimised is that of the linear layers' outputs, `tr(E H E^T)`, for q, k and v too, where
+//! the paper's code takes that of the whole attention block.
+
+use super::hessian::Hessian;
+use dsq_kernels::fake_quant::fake_quant_weight;
+use dsq_kernels::train::{Strided, matmul};
+use dsq_quant::{FloatType, QuantArgs, QuantError};
+use rayon::prelude::*;
+
+/// Values of alpha that are tried: 0, 1/20, ... 19/20.
+const GRID: usize = 20;
+/// The least scale before normalisation: dead inputs have magnitude 0.
+const LEAST: f64 = 1e-4;
+/// Rows of errors that one task adds up.
+const TASK_ROWS: usize = 32;
+
+/// A layer whose columns are scaled.
+#[derive(Debug)]
+pub(super) struct Consumer<'a> {
+    /// Weight `[n, k]`.
+    pub w: &'a [f32],
+    /// Its grid.
+    pub args: QuantArgs,
+}
+
+/// Scales of the inputs that `consumers` share, `[k]`; `None` when 1 is best. `magnitude [k]` is what the
+/// scales are powers of; `realize` turns scales into those that can be had (by rounding what is divided to its stored
+/// dtype, say).
+///
+/// # Errors
+/// Where the unscaled weights cannot be quantized: which consumer, and why.
+pub(super) fn search(
+    h: &Hessian,
+    magnitude: &[f64],
+    consumers: &[Consumer],
+    realize: impl Fn(Vec<f32>) -> Vec<f32>,
+) -> Result<Option<Vec<f32>>, (usize, QuantError)> {
+    let mean = h.mean_f32();
+    let total = |s: &[f32]| -> Result<f64, (usize, QuantError)> {
+        let one = |(i, c): (usize, &Consumer)| error(c, s, &mean).map_err(|e| (i, e));
+        consumers.iter().enumerate().map(one).sum()
+    };
+    let mut least = total(&vec![1.0; h.k()])?;
+    let mut best = None;
+    for step in 1..GRID {
+        let s = realize(scales(magnitude, step as f64 / GRID as f64));
+        // A candidate whose grid overflows, or whose error cannot be told, is none.
+        if let Ok(e) = total(&s)
+            && e < least
+        {
+            (least, best) = (e, Some(s));
+        }
+    }
+    Ok(best)
+}
+
+/// `magnitude^alpha`, normalised.
+fn scales(magnitude: &[f64], alpha: f64) -> Vec<f32> {
+    let s: Vec<f64> = magnitude.iter().map(|m| m.powf(alpha).max(LEAST)).collect();
+    let (lo, hi) = s.iter().fold((f64::MAX, 0.0f64), |(lo, hi), &v| (lo.min(v), hi.max(v)));
+    let middle = (lo * hi).sqrt();
+    s.iter().map(|v| (v / middle) as f32).collect()
+}
+
+/// The mean squared output error over tokens, summed over rows, of `c` rounded with column scales `s`; `mean` is the
+/// Hessian over the number of tokens. In f32, summed in f64 in a fixed order.
+fn error(c: &Consumer, s: &[f32], mean: &[f32]) -> Result<f64, QuantError> {
+    let k = s.len();
+    let n = c.w.len().checked_div(k).unwrap_or(0);
+    let scaled = scale_columns(c.w, s);
+    let (mut errors, mut inside) = (vec![0.0f32; n * k], vec![0u8; n * k]);
+    fake_quant_weight(&scaled, n, k, &c.args, &mut errors, &mut inside)?;
+    errors.par_chunks_mut(k.max(1)).zip(c.w.par_chunks(k.max(1))).for_each(|(e, w)| {
+        e.iter_mut().zip(w).zip(s).for_each(|((e, w), s)| *e = w - *e / s);
+    });
+    let product = matmul(Strided::rows(&errors, k), Strided::rows(mean, k), [n, k, k]);
+    let parts: Vec<f64> = errors
+        .par_chunks((TASK_ROWS * k).max(1))
+        .zip(product.par_chunks((TASK_ROWS * k).max(1)))
+        .map(|(e, p)| e.iter().zip(p).map(|(e, p)| f64::from(*e) * f64::from(*p)).sum())
+        .collect();
+    Ok(parts.iter().sum())
+}
+
+/// `w [n, k]` with column `j` times `s[j]`.
+pub(super) fn scale_columns(w: &[f32], s: &[f32]) -> Vec<f32> {
+    let mut out = w.to_vec();
+    out.par_chunks_mut(s.len().max(1)).for_each(|row| row.iter_mut().zip(s).for_each(|(v, s)| *v *= s));
+    out
+}
+
+/// A norm weight divided by `s` and rounded to the dtype it is stored in; a value that would be lost there (0, or not
+/// finite) is not divided.
+pub(super) fn divided(norm: &[f32], s: &[f32], dtype: FloatType) -> Vec<f32> {
+    let one = |(&w, &s): (&f32, &f32)| {
+        let v = dtype.round(w / s);
+        if v != 0.0 && v.is_finite() { v } else { dtype.round(w) }
+    };
+    norm.iter().zip(s).map(one).collect()
+}
+
+/// The scales that a norm weight was in effect divided by to become `stored`: the rounding of the stored weight goes into
+/// the columns, where it costs nothing.
+pub(super) fn in_effect(norm: &[f32], stored: &[f32]) -> Vec<f32> {
+    norm.iter().zip(stored).map(|(&w, &v)| if v == 0.0 || !v.is_finite() { 1.0 } else { w / v }).collect()
+}
+
+/// Means of `x [heads * d]` over the query heads that share a key and value head, `[kv_heads * d]`: o_proj's inputs are
+/// mixtures of v_proj's rows, and a row goes to every head of its group.
+pub(super) fn pooled(x: &[f64], kv_heads: usize, d: usize) -> Vec<f64> {
+    let per = x.len() / (kv_heads * d).max(1);
+    (0..kv_heads * d)
+        .map(|i| (0..per).map(|h| x[(i / d * per + h) * d + i % d]).sum::<f64>() / per.max(1) as f64)
+        .collect()
+}
+
+/// The inverse of [`pooled`]: each group's values for all its heads.
+pub(super) fn spread<T: Copy>(x: &[T], heads: usize, d: usize) -> Vec<T> {
+    let per = heads * d / x.len().max(1);
+    (0..heads * d).map(|i| x[i / d / per.max(1) * d + i % d]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{normal, with_threads};
+    use super::*;
+    use dsq_quant::{Granularity, Mapping, QuantizedMatrix, WeightObserver};
+
+    fn args(granularity: Granularity) -> QuantArgs {
+        QuantArgs::int4(granularity, FloatType::F16)
+    }
+
+    /// Inputs with a few columns of large magnitude, and a weight.
+    fn case(n: usize, k: usize, seed: u64) -> (Hessian, Vec<f32>) {
+        let mut x = normal(300 * k, seed);
+        x.iter_mut().enumerate().filter(|(i, _)| i % k % 16 == 5).for_each(|(_, v)| *v *= 30.0);
+        let mut h = Hessian::new(k);
+        h.add(&x);
+        (h, normal(n * k, seed + 1))
+    }
+
+    /// The output error in f64.
+    fn exact(h: &Hessian, w: &[f32], s: &[f32], a: QuantArgs) -> f64 {
+        let k = s.len();
+        let q = QuantizedMatrix::quantize(&scale_columns(w, s), w.len() / k, k, a).unwrap().dequantize();
+        let e: Vec<f32> = w.iter().zip(q.iter().enumerate()).map(|(w, (i, q))| w - q / s[i % k]).collect();
+        h.output_errors(&e).iter().sum()
+    }
+
+    #[test]
+    fn the_search_finds_the_best_candidate_and_is_never_worse_than_rounding() {
+        let (n, k) = (24, 96);
+        let (h, w) = case(n, k, 5);
+        let magnitude = h.mean_magnitude();
+        let mut gained = 0;
+        for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+            for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)] {
+                for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
+                    let a = QuantArgs { mapping, observer, ..args(granularity) };
+                    let s = search(&h, &magnitude, &[Consumer { w: &w, args: a }], |s| s).unwrap();
+                    let s = s.unwrap_or(vec![1.0; k]);
+                    let errors: Vec<f64> =
+                        (0..GRID).map(|i| exact(&h, &w, &scales(&magnitude, i as f64 / GRID as f64), a)).collect();
+                    let least = errors.iter().copied().fold(f64::MAX, f64::min);
+                    assert!((exact(&h, &w, &s, a) / least - 1.0).abs() < 1e-3, "{a:?}: {errors:?}");
+                    gained += usize::from(least < 0.99 * errors[0]);
+                }
+            }
+        }
+        assert!(gained >= 6, "large inputs leave something to gain on most grids: {gained} of 12");
+    }
+
+    #[test]
+    fn f113_dead_and_equal_inputs_give_finite_scales_or_none() {
+        let (n, k) = (8, 32);
+        let w = normal(n * k, 3);
+        let a = args(Granularity::PerChannel);
+        for factor in [0.0, 1.0, 1e-15, 1e15] {
+            let mut h = Hessian::new(k);
+            let x: Vec<f32> =
+                normal(50 * k, 4).iter().enumerate().map(|(i, v)| if i % k == 7 { 0.0 } else { v * factor }).collect();
+            h.add(&x);
+            if let Some(s) = search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a }], |s| s).unwrap() {
+                assert!(s.iter().all(|s| s.is_finite() && *s > 0.0));
+                assert!(exact(&h, &w, &s, a) <= exact(&h, &w, &[1.0; 32], a) * 1.0001);
+            }
+        }
+        // Nothing was ever seen: all errors are 0, and 1 is as good as any.
+        assert_eq!(search(&Hessian::new(k), &vec![0.0; k], &[Consumer { w: &w, args: a }], |s| s).unwrap(), None);
+    }
+
+    #[test]
+    fn c005_weights_that_cannot_be_quantized_are_named() {
+        let (h, mut w) = case(4, 32, 9);
+        w[70] = 6e5;
+        let consumers = [
+            Consumer { w: &normal(64, 1), args: args(Granularity::PerChannel) },
+            Consumer { w: &w, args: args(Granularity::PerChannel) },
+        ];
+        let (i, e) = search(&h, &h.mean_magnitude(), &consumers, |s| s).unwrap_err();
+        assert!(i == 1 && matches!(e, QuantError::ScaleOverflow { group: 2, .. }), "{i} {e}");
+    }
+
+    #[test]
+    fn stored_norms_and_the_scales_in_effect_make_the_norm_again() {
+        let norm = [1.0f32, -0.3, 2.5, 0.0, 1e-6, 60000.0];
+        let s = [1.3f32, 0.7, 31.0, 2.0, 60.0, 0.01];
+        for dtype in FloatType::ALL {
+            let stored = divided(&norm, &s, dtype);
+            assert!(stored.iter().zip(&norm).all(|(v, w)| v.is_finite() && (*v != 0.0 || *w == 0.0)));
+            for ((v, s), w) in stored.iter().zip(in_effect(&norm, &stored)).zip(norm) {
+                assert!((v * s - w).abs() <= 1.5e-7 * w.abs(), "{dtype}: {v} {s} {w}");
+            }
+        }
+    }
+
+    #[test]
+    fn heads_of_a_group_share_what_their_key_and_value_head_has() {
+        // Four query heads, two key and value heads, head_dim 2.
+        let x = [1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0];
+        let p = pooled(&x, 2, 2);
+        assert_eq!(p, [2.0, 3.0, 20.0, 30.0]);
+        assert_eq!(spread(&p, 4, 2), [2.0, 3.0, 2.0, 3.0, 20.0, 30.0, 20.0, 30.0]);
+        assert_eq!(pooled(&x, 4, 2), x);
+        assert_eq!(spread(&x, 4, 2), x);
+    }
+
+    #[test]
+    fn any_number_of_threads_gives_the_same_bits() {
+        let (h, w) = case(70, 96, 11);
+        let a = args(Granularity::PerGroup(32));
+        let run =
+            |t| with_threads(t, || search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a }], |s| s).unwrap());
+        let one = run(1);
+        assert!(one.is_some() && [2, 7].iter().all(|&t| run(t) == one));
+    }
+}

@@ -1,0 +1,225 @@
+//! How each method treats one layer of the model: the order in which inputs are measured, weights changed and codes
+//! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
+
+use super::awq::{self, Consumer};
+use super::{Factor, Fit, Hessian, PtqLinear, PtqNorm, Rescale, Run, gptq};
+use crate::TrainError;
+use dsq_checkpoint::Dtype;
+use dsq_model::Layer;
+use dsq_model::layers::{Linear, RmsNorm};
+use dsq_quant::{FloatType, QuantArgs, QuantError, QuantizedMatrix};
+
+const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+const V: &str = "self_attn.v_proj";
+const O: [&str; 1] = ["self_attn.o_proj"];
+const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+const UP: &str = "mlp.up_proj";
+const DOWN: [&str; 1] = ["mlp.down_proj"];
+
+impl Run<'_> {
+    /// Quantizes one layer by GPTQ and moves the residual stream past it.
+    pub(super) fn gptq_layer(&mut self, mut layer: Layer) -> Result<(), TrainError> {
+        let h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
+        self.gptq(&mut layer, &QKV, h)?;
+        let h = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+        self.gptq(&mut layer, &O, h)?;
+        self.pass_attention(&layer);
+        let h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
+        self.gptq(&mut layer, &GATE_UP, h)?;
+        let h = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+        self.gptq(&mut layer, &DOWN, h)?;
+        self.pass_mlp(&layer);
+        Ok(())
+    }
+
+    /// Quantizes the linears `parts`, which have the inputs of `h`, and puts the values of the codes in their place.
+    fn gptq(&mut self, layer: &mut Layer, parts: &[&str], h: Option<Hessian>) -> Result<(), TrainError> {
+        let Some(h) = h else { return Ok(()) };
+        let factor = Factor::new(&h);
+        for (part, linear) in layer.linears_mut() {
+            let module = self.module(part);
+            let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
+            let [n, k] = linear.weight.dims();
+            let (matrix, fit) = gptq::quantize(&linear.values(), n, k, &h, factor.as_ref(), args)
+                .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            linear.set_values(matrix.dequantize());
+            self.outcome.linears.push(PtqLinear { module, matrix, fit, rescale: None });
+        }
+        Ok(())
+    }
+
+    /// Quantizes one layer by AWQ and moves the residual stream past it. Scales are fused into the norm before q, k and v
+    /// and before gate and up, into v's rows for o, into up's rows for down. A set is left unscaled where one of its
+    /// layers, or the one whose rows would change, stays in float: that one would have to change too.
+    pub(super) fn awq_layer(&mut self, mut layer: Layer) -> Result<(), TrainError> {
+        let mut work = Work::new(&layer);
+        let h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
+        self.scale_by_norm("input_layernorm", |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_ref())?;
+        let o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+        let (heads, kv_heads, d) =
+            (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
+        self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_ref())?;
+        self.round(&mut layer, &QKV, &work, h)?;
+        self.round(&mut layer, &O, &work, o)?;
+        self.pass_attention(&layer);
+        let h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
+        let norm = "post_attention_layernorm";
+        self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_ref())?;
+        let down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+        let ffn = self.model.intermediate_size;
+        self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_ref())?;
+        self.round(&mut layer, &GATE_UP, &work, h)?;
+        self.round(&mut layer, &DOWN, &work, down)?;
+        self.pass_mlp(&layer);
+        Ok(())
+    }
+
+    /// The grids of `parts`, if all of them have one.
+    fn all_args(&self, parts: &[&str]) -> Option<Vec<QuantArgs>> {
+        parts.iter().map(|p| self.args(&self.module(p))).collect()
+    }
+
+    /// Searches scales for the inputs of `parts`, which `norm` makes, and fuses them.
+    fn scale_by_norm(
+        &mut self,
+        name: &str,
+        norm: fn(&mut Layer) -> &mut RmsNorm,
+        work: &mut Work,
+        layer: &mut Layer,
+        parts: &[&'static str],
+        h: Option<&Hessian>,
+    ) -> Result<(), TrainError> {
+        let (Some(h), Some(args)) = (h, self.all_args(parts)) else { return Ok(()) };
+        let name = self.module(&format!("{name}.weight"));
+        let dtype = self.settings.float_dtype.or_else(|| self.checkpoint.dtype(&name).and_then(Dtype::float));
+        let dtype = dtype.unwrap_or(FloatType::F32);
+        let old = norm(layer).values();
+        let consumers: Vec<Consumer> =
+            parts.iter().zip(args).map(|(p, args)| Consumer { w: &work.of(p).original, args }).collect();
+        let realize = |s: Vec<f32>| awq::in_effect(&old, &awq::divided(&old, &s, dtype));
+        let found = awq::search(h, &h.mean_magnitude(), &consumers, realize)
+            .map_err(|(i, source)| TrainError::Quant { module: self.module(parts[i]), source })?;
+        let Some(s) = found else { return Ok(()) };
+        // `s` is `old / stored` in f32, so this finds `stored` again: it lies on a far coarser grid.
+        let values = awq::divided(&old, &s, dtype);
+        norm(layer).set_values(values.clone());
+        self.outcome.norms.push(PtqNorm { name, values, dtype });
+        for part in parts {
+            work.of_mut(part).scale(None, Some(&s));
+        }
+        work.put(layer, parts);
+        Ok(())
+    }
+
+    /// Searches scales for the inputs of `to`, whose values are those rows of `from` (times what does not depend on them),
+    /// and fuses them. `(heads, kv_heads, d)`: input `(h, i)` of `to` comes from row `(h / (heads / kv_heads), i)`.
+    fn scale_by_rows(
+        &mut self,
+        from: &'static str,
+        to: &'static str,
+        (heads, kv_heads, d): (usize, usize, usize),
+        work: &mut Work,
+        layer: &mut Layer,
+        h: Option<&Hessian>,
+    ) -> Result<(), TrainError> {
+        let (Some(h), Some(args)) = (h, self.all_args(&[to, from])) else { return Ok(()) };
+        let magnitude = awq::spread(&awq::pooled(&h.mean_magnitude(), kv_heads, d), heads, d);
+        let consumers = [Consumer { w: &work.of(to).original, args: args[0] }];
+        let found = awq::search(h, &magnitude, &consumers, |s| s)
+            .map_err(|(_, source)| TrainError::Quant { module: self.module(to), source })?;
+        let Some(s) = found else { return Ok(()) };
+        let per = heads / kv_heads.max(1);
+        let rows: Vec<f32> = (0..kv_heads * d).map(|i| 1.0 / s[i / d * per * d + i % d]).collect();
+        work.of_mut(from).scale(Some(&rows), None);
+        work.of_mut(to).scale(None, Some(&s));
+        work.put(layer, &[from, to]);
+        Ok(())
+    }
+
+    /// Rounds the scaled weights of `parts` and puts the values of the codes in their place.
+    fn round(&mut self, layer: &mut Layer, parts: &[&str], work: &Work, h: Option<Hessian>) -> Result<(), TrainError> {
+        let Some(h) = h else { return Ok(()) };
+        for (part, linear) in layer.linears_mut() {
+            let module = self.module(part);
+            let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
+            let (linear_work, [n, k]) = (work.of(part), linear.weight.dims());
+            let quant = |source: QuantError| TrainError::Quant { module: module.clone(), source };
+            let round = |w: &[f32]| {
+                gptq::qparams(w, n, k, args).and_then(|p| QuantizedMatrix::quantize_with(w, n, k, args, &p))
+            };
+            let matrix = round(&linear.values()).map_err(quant)?;
+            linear.set_values(matrix.dequantize());
+            let plain = round(&linear_work.original).map_err(quant)?;
+            let mut done = PtqLinear { module: module.clone(), matrix, fit: Fit::default(), rescale: None };
+            done.rescale = linear_work.rescale.clone();
+            let error = |values: Vec<f32>| -> f64 {
+                let errors: Vec<f32> = linear_work.original.iter().zip(values).map(|(w, v)| w - v).collect();
+                h.output_errors(&errors).iter().sum()
+            };
+            done.fit.error = error(done.values());
+            done.fit.rtn_error = error(plain.dequantize());
+            done.fit.dead_columns = h.dead_columns();
+            self.outcome.linears.push(done);
+        }
+        Ok(())
+    }
+}
+
+/// The linears of a layer under AWQ: their weights as they came, and what has been done to them.
+struct Work(Vec<(&'static str, LinearWork)>);
+
+struct LinearWork {
+    original: Vec<f32>,
+    rescale: Option<Rescale>,
+    size: [usize; 2],
+}
+
+impl LinearWork {
+    fn new(linear: &Linear) -> Self {
+        Self { original: linear.values(), rescale: None, size: linear.weight.dims() }
+    }
+
+    /// Multiplies what has been done so far.
+    fn scale(&mut self, rows: Option<&[f32]>, columns: Option<&[f32]>) {
+        let [n, k] = self.size;
+        let r = self.rescale.get_or_insert_with(|| Rescale { rows: vec![1.0; n], columns: vec![1.0; k] });
+        for (all, by) in [(&mut r.rows, rows), (&mut r.columns, columns)] {
+            all.iter_mut().zip(by.unwrap_or_default()).for_each(|(a, b)| *a *= b);
+        }
+    }
+
+    fn scaled(&self) -> Vec<f32> {
+        let Some(r) = &self.rescale else { return self.original.clone() };
+        let mut out = awq::scale_columns(&self.original, &r.columns);
+        for (row, f) in out.chunks_mut(self.size[1].max(1)).zip(&r.rows) {
+            row.iter_mut().for_each(|v| *v *= f);
+        }
+        out
+    }
+}
+
+impl Work {
+    fn new(layer: &Layer) -> Self {
+        Self(layer.linears().map(|(name, l)| (name, LinearWork::new(l))).into())
+    }
+
+    fn at(&self, part: &str) -> usize {
+        self.0.iter().position(|(name, _)| *name == part).unwrap_or(0)
+    }
+
+    fn of(&self, part: &str) -> &LinearWork {
+        &self.0[self.at(part)].1
+    }
+
+    fn of_mut(&mut self, part: &str) -> &mut LinearWork {
+        let at = self.at(part);
+        &mut self.0[at].1
+    }
+
+    /// Puts the scaled weights of `parts` into the layer.
+    fn put(&self, layer: &mut Layer, parts: &[&str]) {
+        for (part, linear) in layer.linears_mut().into_iter().filter(|(p, _)| parts.contains(p)) {
+            linear.set_values(self.of(part).scaled());
+        }
+    }
+}

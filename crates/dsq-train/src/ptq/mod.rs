@@ -1,0 +1,296 @@
+//! Post-training quantization of a Llama with calibration data: GPTQ (`gptq.rs`) and AWQ (`awq.rs`). One layer of the
+//! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
+//! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
+//! `QuantizedMatrix::quantize`), not the export.
+//!
+//! The walk is *truly sequential*: q, k and v are quantized first, o sees the inputs that they make once quantized, then
+//! gate and up, then down, and the next layer sees the output of the quantized one. So what is measured of a layer's
+//! inputs is what the exported model will feed it. (AWQ scales v for o and up for down, so there o and down are measured
+//! before v and up are rounded.)
+
+mod awq;
+mod calibration;
+mod gptq;
+mod hessian;
+mod layer;
+
+pub use calibration::Calibration;
+pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
+pub use hessian::Hessian;
+
+use crate::TrainError;
+use burn::tensor::{Device, Tensor};
+use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
+use dsq_model::layers::{Embedding, RmsNorm};
+use dsq_model::{Layer, ModelError, Sequences};
+use dsq_quant::{FloatType, QuantArgs, QuantConfig, QuantizedMatrix};
+use std::sync::Arc;
+
+/// How codes are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PtqMethod {
+    /// Column by column, each against the error of the columns before it.
+    Gptq,
+    /// Rounded to nearest after input columns were scaled by the magnitude of their inputs.
+    Awq,
+}
+
+/// How far a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PtqProgress {
+    /// Batches done, over all walks of all layers.
+    pub done: usize,
+    /// All of them.
+    pub total: usize,
+    /// Layer at work, from 0; the number of layers for the head.
+    pub layer: usize,
+}
+
+/// A quantized linear layer.
+#[derive(Debug, Clone)]
+pub struct PtqLinear {
+    /// Module name.
+    pub module: String,
+    /// What ships.
+    pub matrix: QuantizedMatrix,
+    /// How well it fits the calibration data.
+    pub fit: Fit,
+    /// What AWQ multiplied the weight by before it was rounded; `None`: nothing.
+    pub rescale: Option<Rescale>,
+}
+
+impl PtqLinear {
+    /// The values of the codes with AWQ's scales taken out again, `[n, k]`: to be compared with the source's weight.
+    pub fn values(&self) -> Vec<f32> {
+        let mut values = self.matrix.dequantize();
+        if let Some(r) = &self.rescale {
+            r.undo(&mut values);
+        }
+        values
+    }
+}
+
+/// What a weight `[n, k]` was multiplied by.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rescale {
+    /// Factor of each row, `[n]`.
+    pub rows: Vec<f32>,
+    /// Factor of each column, `[k]`.
+    pub columns: Vec<f32>,
+}
+
+impl Rescale {
+    fn undo(&self, values: &mut [f32]) {
+        for (row, r) in values.chunks_mut(self.columns.len().max(1)).zip(&self.rows) {
+            row.iter_mut().zip(&self.columns).for_each(|(v, c)| *v = *v / c / r);
+        }
+    }
+}
+
+/// A norm weight that AWQ divided by the scales of the layers after it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PtqNorm {
+    /// Tensor name.
+    pub name: String,
+    /// The new weight, already rounded to `dtype`.
+    pub values: Vec<f32>,
+    /// The dtype it is to be stored in.
+    pub dtype: FloatType,
+}
+
+/// What a run gives.
+#[derive(Debug, Clone, Default)]
+pub struct PtqOutcome {
+    /// The layers that the scheme names, in the order of the model.
+    pub linears: Vec<PtqLinear>,
+    /// Norms that AWQ changed.
+    pub norms: Vec<PtqNorm>,
+}
+
+/// What is quantized, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct PtqSettings<'a> {
+    /// The schemes.
+    pub config: &'a QuantConfig,
+    /// How codes are chosen.
+    pub method: PtqMethod,
+    /// Dtype in which float tensors will be stored; `None`: as the source stores them.
+    pub float_dtype: Option<FloatType>,
+}
+
+/// Walks of the batches through a layer: one for the inputs of each of the four sets of linears, one to pass its attention
+/// and one to pass its feed-forward block.
+const WALKS: usize = 6;
+
+/// Quantizes every linear layer of `checkpoint` that the scheme names. Runs on the current rayon pool; any number of
+/// threads gives the same bits.
+///
+/// # Errors
+/// [`TrainError::Model`] for another architecture or tensors that cannot be read; [`TrainError::Activations`] (exit code
+/// 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
+pub fn quantize_llama(
+    checkpoint: &Checkpoint,
+    settings: PtqSettings,
+    calibration: &Calibration,
+    on_progress: &mut dyn FnMut(&PtqProgress),
+) -> Result<PtqOutcome, TrainError> {
+    let model = match checkpoint.config() {
+        ModelConfig::Llama(c) => c,
+        other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }.into()),
+    };
+    let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
+    for i in 0..model.num_hidden_layers {
+        run.progress.layer = i;
+        let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
+        match settings.method {
+            PtqMethod::Gptq => run.gptq_layer(layer)?,
+            PtqMethod::Awq => run.awq_layer(layer)?,
+        }
+    }
+    run.progress.layer = model.num_hidden_layers;
+    run.head()?;
+    Ok(run.outcome)
+}
+
+/// A float device without gradients.
+fn device() -> Device {
+    Device::flex()
+}
+
+/// The values of a tensor, row major.
+fn values(t: Tensor<3>) -> Vec<f32> {
+    t.into_data().try_into_vec::<f32>().expect("models are f32")
+}
+
+/// A run at the input of a layer.
+struct Run<'a> {
+    checkpoint: &'a Checkpoint,
+    model: &'a LlamaConfig,
+    settings: PtqSettings<'a>,
+    /// The residual stream of each batch.
+    stream: Vec<(Sequences, Tensor<3>)>,
+    progress: PtqProgress,
+    on_progress: &'a mut dyn FnMut(&PtqProgress),
+    outcome: PtqOutcome,
+}
+
+impl<'a> Run<'a> {
+    fn new(
+        checkpoint: &'a Checkpoint,
+        model: &'a LlamaConfig,
+        settings: PtqSettings<'a>,
+        calibration: &Calibration,
+        on_progress: &'a mut dyn FnMut(&PtqProgress),
+    ) -> Result<Self, TrainError> {
+        let table = checkpoint.read_f32("model.embed_tokens.weight")?;
+        let embedding = Embedding::from_values(table, [model.vocab_size, model.hidden_size], &device());
+        let t = calibration.context();
+        let mut stream: Vec<(Sequences, Tensor<3>)> = Vec::new();
+        for ids in calibration.batches() {
+            let b = ids.len() / t;
+            // All batches but the last have one shape.
+            let like = stream.last().filter(|(_, x)| x.dims()[0] == b).map(|(s, _)| s.clone());
+            let batch = like.unwrap_or_else(|| Sequences::new(model, b, t));
+            stream.push((batch, embedding.forward(Arc::new(ids), b)));
+        }
+        let walks = model.num_hidden_layers * WALKS + usize::from(settings.config.scheme_for("lm_head").is_some());
+        let progress = PtqProgress { done: 0, total: walks * stream.len(), layer: 0 };
+        Ok(Self { checkpoint, model, settings, stream, progress, on_progress, outcome: PtqOutcome::default() })
+    }
+
+    /// The grid of a layer of the model, if it gets one.
+    fn args(&self, module: &str) -> Option<QuantArgs> {
+        self.settings.config.scheme_for(module).map(|s| s.weights)
+    }
+
+    /// The full name of a linear of the layer at work.
+    fn module(&self, part: &str) -> String {
+        format!("model.layers.{}.{part}", self.progress.layer)
+    }
+
+    fn tick(&mut self, batches: usize) {
+        self.progress.done += batches;
+        (self.on_progress)(&self.progress);
+    }
+
+    /// What the inputs that `input` makes of the residual stream are like. `parts` share them; where none of them is
+    /// quantized, nothing is run.
+    fn observe(
+        &mut self,
+        parts: &[&str],
+        input: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>,
+    ) -> Result<Option<Hessian>, TrainError> {
+        if !parts.iter().any(|p| self.args(&self.module(p)).is_some()) {
+            self.tick(self.stream.len());
+            return Ok(None);
+        }
+        let h = self.hessian(input);
+        match h.as_ref().and_then(Hessian::not_finite) {
+            Some(value) => Err(TrainError::Activations { module: self.module(parts[0]), value }),
+            None => Ok(h),
+        }
+    }
+
+    fn hessian(&mut self, input: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>) -> Option<Hessian> {
+        let mut h: Option<Hessian> = None;
+        for i in 0..self.stream.len() {
+            let (batch, x) = &self.stream[i];
+            let x = input(x.clone(), batch);
+            let k = x.dims()[2];
+            h.get_or_insert_with(|| Hessian::new(k)).add(&values(x));
+            self.tick(1);
+        }
+        h
+    }
+
+    /// Replaces the residual stream.
+    fn advance(&mut self, next: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>) {
+        for i in 0..self.stream.len() {
+            let (batch, x) = &self.stream[i];
+            self.stream[i].1 = next(x.clone(), batch);
+            self.tick(1);
+        }
+    }
+
+    /// Moves the residual stream past the attention of a layer.
+    fn pass_attention(&mut self, layer: &Layer) {
+        self.advance(|x, batch| {
+            let attended = layer.o_input(layer.qkv_input(x.clone()), batch);
+            layer.after_attention(x, attended)
+        });
+    }
+
+    /// Moves the residual stream past the feed-forward block of a layer.
+    fn pass_mlp(&mut self, layer: &Layer) {
+        self.advance(|x, _| {
+            let inner = layer.down_input(layer.gate_up_input(x.clone()));
+            layer.after_mlp(x, inner)
+        });
+    }
+
+    /// Quantizes the head, if it gets a grid. AWQ rounds it: a tied head's norm has no scales to take, and the head is
+    /// one layer of many.
+    fn head(&mut self) -> Result<(), TrainError> {
+        let module = "lm_head".to_owned();
+        let Some(args) = self.args(&module) else { return Ok(()) };
+        let (n, k) = (self.model.vocab_size, self.model.hidden_size);
+        let norm = self.checkpoint.read_f32("model.norm.weight")?;
+        let norm = RmsNorm::from_values(norm, self.model.rms_norm_eps, &device());
+        let h = self.hessian(|x, _| norm.forward(x)).unwrap_or_else(|| Hessian::new(k));
+        if let Some(value) = h.not_finite() {
+            return Err(TrainError::Activations { module, value });
+        }
+        let w = self.checkpoint.linear(&module)?.into_f32();
+        let factor = match self.settings.method {
+            PtqMethod::Gptq => Factor::new(&h),
+            PtqMethod::Awq => None,
+        };
+        let (matrix, fit) = gptq_quantize(&w, n, k, &h, factor.as_ref(), args)
+            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+        self.outcome.linears.push(PtqLinear { module, matrix, fit, rescale: None });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

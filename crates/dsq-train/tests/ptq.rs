@@ -1,0 +1,198 @@
+//! Calibrated quantization of a whole model: each layer sees the inputs that the quantized ones before it make, and what
+//! comes out computes what the float model does.
+
+use burn::tensor::{Device, Tensor};
+use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
+use dsq_model::layers::Embedding;
+use dsq_model::{Layer, Llama, Sequences};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, WeightObserver};
+use dsq_train::ptq::{Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, gptq_quantize, quantize_llama};
+use dsq_train::{TrainError, qat};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+fn golden(name: &str) -> Checkpoint {
+    Checkpoint::open(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)).unwrap()
+}
+
+fn model_of(ckpt: &Checkpoint) -> LlamaConfig {
+    match ckpt.config() {
+        ModelConfig::Llama(c) => c.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn config(scheme: &str, granularity: Granularity, ignore: &[&str]) -> QuantConfig {
+    let ignore: Vec<String> = ignore.iter().map(|s| s.to_string()).collect();
+    QuantConfig::new(QuantScheme::preset(scheme, granularity, FloatType::F32).unwrap(), &ignore).unwrap()
+}
+
+fn tokens(n: usize) -> Vec<u32> {
+    (0..n as u32).map(|i| (i * i * 31 + i * 7 + i / 5) % 128).collect()
+}
+
+fn calibration(n: usize, context: usize) -> Calibration {
+    Calibration::new(&tokens(n), n, context, 128).unwrap()
+}
+
+fn run(ckpt: &Checkpoint, config: &QuantConfig, method: PtqMethod, float_dtype: Option<FloatType>) -> PtqOutcome {
+    let settings = PtqSettings { config, method, float_dtype };
+    let (mut last, mut total) = (0, 0);
+    let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
+        assert!(p.done > last && p.done <= p.total);
+        (last, total) = (p.done, p.total);
+    });
+    assert_eq!(last, total, "the bar ends at its end");
+    outcome.unwrap()
+}
+
+fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {
+    t.into_data().try_to_vec().unwrap()
+}
+
+#[test]
+fn gptq_is_truly_sequential() {
+    let ckpt = golden("llama_tiny");
+    let (model, device) = (model_of(&ckpt), Device::flex());
+    let quant = config("W4A16", Granularity::PerGroup(32), &["lm_head"]);
+    let outcome = run(&ckpt, &quant, PtqMethod::Gptq, None);
+    assert_eq!(outcome.linears.len(), 14);
+    assert!(outcome.norms.is_empty());
+    // The same by hand, with all activations in memory.
+    let table = ckpt.read_f32("model.embed_tokens.weight").unwrap();
+    let ids: Vec<i32> = tokens(600).iter().map(|&t| t as i32).collect();
+    let mut x = Embedding::from_values(table, [128, 64], &device).forward(Arc::new(ids), 15);
+    let batch = Sequences::new(&model, 15, 40);
+    let mut done = outcome.linears.iter();
+    for i in 0..2 {
+        let mut layer = Layer::from_checkpoint(&ckpt, i, &device).unwrap();
+        let mut check = |layer: &mut Layer, input: Tensor<3>, parts: &[&str]| {
+            let k = input.dims()[2];
+            let mut h = Hessian::new(k);
+            h.add(&host(input));
+            let factor = Factor::new(&h).unwrap();
+            for (name, linear) in layer.linears_mut().into_iter().filter(|(n, _)| parts.contains(n)) {
+                let n = linear.weight.dims()[0];
+                let (want, fit) =
+                    gptq_quantize(&linear.values(), n, k, &h, Some(&factor), quant.scheme.weights).unwrap();
+                let got = done.next().unwrap();
+                assert_eq!(got.module, format!("model.layers.{i}.{name}"));
+                assert!(got.matrix == want && got.fit == fit, "{}", got.module);
+                linear.set_values(want.dequantize());
+            }
+        };
+        let h = layer.qkv_input(x.clone());
+        check(&mut layer, h.clone(), &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]);
+        let attended = layer.o_input(h, &batch);
+        check(&mut layer, attended.clone(), &["self_attn.o_proj"]);
+        x = layer.after_attention(x, attended);
+        let h = layer.gate_up_input(x.clone());
+        check(&mut layer, h.clone(), &["mlp.gate_proj", "mlp.up_proj"]);
+        let inner = layer.down_input(h);
+        check(&mut layer, inner.clone(), &["mlp.down_proj"]);
+        let before = x.clone();
+        x = layer.after_mlp(x, inner);
+        assert_ne!(host(x.clone()), host(before));
+    }
+    assert!(done.next().is_none());
+}
+
+/// Logits of the model with what `outcome` changed.
+fn logits(ckpt: &Checkpoint, outcome: Option<&PtqOutcome>, norms: bool) -> Vec<f32> {
+    let (model, device) = (model_of(ckpt), Device::flex());
+    let mut tensors = Llama::from_checkpoint(ckpt, &device).unwrap().named_tensors();
+    for (name, _, data) in &mut tensors {
+        let Some(o) = outcome else { continue };
+        if let Some(l) = o.linears.iter().find(|l| format!("{}.weight", l.module) == *name) {
+            *data = l.matrix.dequantize();
+        }
+        if let Some(n) = o.norms.iter().find(|n| norms && n.name == *name) {
+            *data = n.values.clone();
+        }
+    }
+    let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+    let llama = Llama::from_tensors(&model, &device, find).unwrap();
+    host(llama.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2))
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    let d: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    (d / a.iter().map(|a| f64::from(*a).powi(2)).sum::<f64>()).sqrt()
+}
+
+#[test]
+fn awq_moves_scales_without_changing_what_the_model_computes() {
+    for model in ["llama_tiny", "llama_tiny_untied"] {
+        let ckpt = golden(model);
+        let float = logits(&ckpt, None, true);
+        // Eight bits: what is left is rounding, so a scale that went missing would show.
+        for float_dtype in [None, Some(FloatType::F16), Some(FloatType::Bf16)] {
+            let quant = config("W8A16", Granularity::PerGroup(16), &["lm_head"]);
+            let outcome = run(&ckpt, &quant, PtqMethod::Awq, float_dtype);
+            let scaled = outcome.linears.iter().filter(|l| l.rescale.is_some()).count();
+            assert!(scaled > 0, "{model}: nothing was scaled");
+            let exact = distance(&float, &logits(&ckpt, Some(&outcome), true));
+            let rounded =
+                qat::round_to_nearest(Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap(), &quant).unwrap();
+            let ids = Arc::new((0..60).map(|i| i * 11 % 128).collect());
+            let rounded = distance(&float, &host(rounded.logits(ids, 2)));
+            assert!(exact < 2.0 * rounded && rounded < 0.03, "{model} {float_dtype:?}: {exact}, rounding {rounded}");
+            if !outcome.norms.is_empty() {
+                let without = distance(&float, &logits(&ckpt, Some(&outcome), false));
+                assert!(without > 3.0 * exact, "{model}: {without} against {exact}: norms matter");
+            }
+            for norm in &outcome.norms {
+                assert!(norm.values.iter().all(|v| norm.dtype.round(*v) == *v));
+            }
+            // With the scales taken out, the values are near the source's weights.
+            for l in &outcome.linears {
+                let w = ckpt.linear(&l.module).unwrap().into_f32();
+                assert!(distance(&w, &l.values()) < 0.03, "{}", l.module);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_method_and_grid_stays_near_the_float_model() {
+    let ckpt = golden("llama_tiny");
+    let float = logits(&ckpt, None, true);
+    for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
+        for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+            let mut quant = config("W4A16", granularity, &["lm_head"]);
+            quant.scheme.weights.mapping = mapping;
+            quant.scheme.weights.observer = WeightObserver::Mse;
+            for method in [PtqMethod::Gptq, PtqMethod::Awq] {
+                let outcome = run(&ckpt, &quant, method, None);
+                outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
+                let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
+                assert!(d < 0.6, "{method:?} {granularity:?} {mapping:?}: {d}");
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
+    let ckpt = golden("llama_tiny_untied");
+    // Only up_proj of layer 1 and the head.
+    let quant = config("W4A16", Granularity::PerGroup(16), &["re:.*layers\\.0.*", "re:.*(attn|gate|down).*"]);
+    for method in [PtqMethod::Gptq, PtqMethod::Awq] {
+        let outcome = run(&ckpt, &quant, method, None);
+        let names: Vec<&str> = outcome.linears.iter().map(|l| l.module.as_str()).collect();
+        assert_eq!(names, ["model.layers.1.mlp.up_proj", "lm_head"]);
+        assert!(outcome.norms.is_empty() && outcome.linears.iter().all(|l| l.rescale.is_none()));
+    }
+}
+
+#[test]
+fn c022_f084_a_group_size_that_does_not_divide_names_the_layer() {
+    let ckpt = golden("llama_tiny");
+    let quant = config("W4A16", Granularity::PerGroup(20), &["lm_head"]);
+    for method in [PtqMethod::Gptq, PtqMethod::Awq] {
+        let settings = PtqSettings { config: &quant, method, float_dtype: None };
+        let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
+        assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.self_attn.q_proj"), "{e}");
+        assert_eq!(e.exit_code(), 2);
+    }
+}
