@@ -513,7 +513,7 @@ mod tests {
         run.save(&snapshot(6)).unwrap();
         fs::create_dir(&partial).unwrap();
         drop(run);
-        assert_eq!(RunDir::leftovers(dir.path()), [partial.clone()]);
+        assert_eq!(RunDir::leftovers(dir.path()), std::slice::from_ref(&partial));
         let run = open(dir.path(), true, false).unwrap();
         assert!(!partial.exists() && RunDir::leftovers(dir.path()).is_empty());
         assert_eq!(run.latest().unwrap().unwrap(), snapshot(6));
