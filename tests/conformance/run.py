@@ -347,7 +347,8 @@ def main():
                 verdict, figure = "FAIL", f"{type(e).__name__}: {e}"
                 traceback.print_exc(limit=3)
             counts[verdict] += 1
-            print(f"{verdict}  {name}: {figure}", flush=True)
+            # Results are committed: no path of this machine.
+            print(f"{verdict}  {name}: {figure}".replace(f"{ROOT}/", ""), flush=True)
     print(", ".join(f"{v} {k}" for k, v in counts.items()))
     return 1 if counts["FAIL"] else 0
 
