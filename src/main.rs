@@ -3,6 +3,7 @@
 
 mod commands;
 mod error;
+mod input;
 mod interrupt;
 mod jobs;
 mod output;

@@ -41,7 +41,7 @@ struct Shared {
     done: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
-    sleepers: Mutex<usize>,
+    sleepers: Mutex<()>,
     asleep: AtomicUsize,
     wake: Condvar,
 }
@@ -124,7 +124,7 @@ impl Team {
             done: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
-            sleepers: Mutex::new(0),
+            sleepers: Mutex::new(()),
             asleep: AtomicUsize::new(0),
             wake: Condvar::new(),
         });

@@ -1,7 +1,7 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, input, output};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_atomic, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
@@ -199,7 +199,7 @@ fn write_logits(file: &Path, runtime: &LlamaRuntime, documents: &[Vec<u32>], lim
 }
 
 fn read_ids(file: &Path, vocab: usize) -> Result<Vec<Vec<u32>>, CliError> {
-    let bytes = std::fs::read(file).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", file.display())))?;
+    let bytes = input::bytes(file)?;
     let lists: Vec<Vec<u32>> = serde_json::from_slice(&bytes).map_err(|e| {
         CliError::new(3, format!("{}: expected a JSON list of lists of token ids: {e}", file.display()))
     })?;
@@ -216,12 +216,7 @@ fn read_texts(files: &[PathBuf], model: &Side) -> Result<Vec<Vec<u32>>, CliError
     let tokenizer = TextTokenizer::new(&model.checkpoint)?;
     let mut out = Vec::new();
     for file in files {
-        let bytes =
-            std::fs::read(file).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", file.display())))?;
-        let text = String::from_utf8(bytes).map_err(|e| {
-            let at = e.utf8_error().valid_up_to();
-            CliError::new(3, format!("{}: byte {at}: expected UTF-8 text, got something else", file.display()))
-        })?;
+        let text = input::text(file)?;
         let ids = tokenizer.encode(&text, Specials::AsText)?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= model.vocab) {
             let name = model.checkpoint.path().display();

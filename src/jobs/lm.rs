@@ -4,8 +4,9 @@
 
 use super::{Start, Tick, check_space, place};
 use crate::error::CliError;
+use crate::input;
 use crate::plot::{Series, loss_curve};
-use crate::recipe::{DataFile, LmJob};
+use crate::recipe::LmJob;
 use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
@@ -42,7 +43,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("quant.ignore: expected patterns that match a linear layer, got {pattern:?}, which matches none");
         return Err(CliError::usage(format!("{}: {problem}", recipe_path.display())));
     }
-    let bytes = read(&job.tokenizer)?;
+    let bytes = input::bytes(&job.tokenizer.path)?;
     let file = job.tokenizer.path.display().to_string();
     let tokenizer = TextTokenizer::from_json(&bytes, &file)?;
     if tokenizer.vocab_size() > config.vocab_size {
@@ -62,8 +63,8 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         save_every: job.save_every,
         seed,
     };
-    let train_tokens = tokenizer.encode(&read_text(&job.train_text)?, Specials::AsText)?;
-    let mut heldout_tokens = tokenizer.encode(&read_text(&job.heldout_text)?, Specials::AsText)?;
+    let train_tokens = tokenizer.encode(&input::text(&job.train_text.path)?, Specials::AsText)?;
+    let mut heldout_tokens = tokenizer.encode(&input::text(&job.heldout_text.path)?, Specials::AsText)?;
     heldout_tokens.truncate(job.eval_tokens);
     train.check(&config, train_tokens.len())?;
     if heldout_tokens.len() < 2 {
@@ -74,17 +75,6 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         ));
     }
     Ok(Plan { config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens })
-}
-
-fn read(file: &DataFile) -> Result<Vec<u8>, CliError> {
-    std::fs::read(&file.path).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", file.path.display())))
-}
-
-fn read_text(file: &DataFile) -> Result<String, CliError> {
-    String::from_utf8(read(file)?).map_err(|e| {
-        let at = e.utf8_error().valid_up_to();
-        CliError::new(3, format!("{}: expected UTF-8 text, got another byte at {at}", file.path.display()))
-    })
 }
 
 impl Plan {

@@ -2,6 +2,7 @@
 
 mod architecture;
 mod cli;
+mod command;
 mod llama_bound;
 mod model_files;
 mod parity_cnn;

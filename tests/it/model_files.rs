@@ -1,38 +1,12 @@
 //! `dsq quantize`, `dsq export` and `dsq inspect` as a person runs them: exit codes, messages, files.
 
+use crate::command::{dsq, fails, text, works};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
-
-fn dsq(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_dsq")).args(args).output().unwrap()
-}
-
-/// Runs a command that must succeed; its stdout.
-fn works(args: &[&str]) -> String {
-    let out = dsq(args);
-    assert_eq!(out.status.code(), Some(0), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
-    String::from_utf8(out.stdout).unwrap()
-}
-
-/// Runs a command that must fail with this code and these words on stderr (one error line, perhaps a hint).
-fn fails(args: &[&str], code: i32, words: &[&str]) {
-    let out = dsq(args);
-    let text = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(code), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{text:?} lacks {word:?}");
-    }
-    assert!(text.starts_with("error: ") && text.lines().count() <= 2, "{text:?}");
-    assert!(out.stdout.is_empty());
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
 }
 
 fn list(dir: &Path) -> Vec<String> {

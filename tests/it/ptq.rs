@@ -1,37 +1,18 @@
 //! `dsq quantize --method gptq|awq` as a person runs it: what is refused and when, what is written, and that the number of
 //! threads changes nothing. Not the methods themselves (see `dsq-train`, `ptq`).
 
+use crate::command::{self, text, works};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
 fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-fn dsq(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_dsq")).args(args).output().unwrap()
-}
-
-fn works(args: &[&str]) -> String {
-    let out = dsq(args);
-    assert_eq!(out.status.code(), Some(0), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
-    String::from_utf8(out.stdout).unwrap()
-}
-
-/// Runs a command that must fail with this code and these words, and leave no output folder.
+/// [`command::fails`], and no output folder is left.
 fn fails(args: &[&str], out: &Path, code: i32, words: &[&str]) {
-    let done = dsq(&[args, &["--out", text(out)]].concat());
-    let seen = String::from_utf8(done.stderr).unwrap();
-    assert_eq!(done.status.code(), Some(code), "{args:?}: {seen}");
-    for word in words {
-        assert!(seen.contains(word), "{seen:?} lacks {word:?}");
-    }
-    assert!(seen.starts_with("error: ") && seen.lines().count() <= 2 && !out.exists(), "{seen:?}");
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
+    command::fails(&[args, &["--out", text(out)]].concat(), code, words);
+    assert!(!out.exists());
 }
 
 /// A tokenizer of the printable ASCII characters and newline: one id a character, below the 128 rows of `llama_tiny`.

@@ -2,7 +2,7 @@
 //! themselves are dsq-train's `ptq`.
 
 use super::{Args, Layer, Method, default_dtype, source_name, source_record, workers};
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, input, output};
 use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, ModelConfig, printable};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use dsq_runtime::{Specials, TextTokenizer};
@@ -113,12 +113,9 @@ impl CalibrationArgs {
             return Err(CliError::usage(format!("--calib-tokens: {problem}")));
         }
         let at = printable(&path.to_string_lossy());
-        let bytes = std::fs::read(path).map_err(|e| CliError::new(4, format!("{at}: cannot read: {e}")))?;
+        let bytes = input::bytes(path)?;
         let sha256 = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
-        let text = String::from_utf8(bytes).map_err(|e| {
-            let byte = e.utf8_error().valid_up_to();
-            CliError::new(3, format!("{at}: byte {byte}: expected UTF-8 text, got something else"))
-        })?;
+        let text = input::utf8(path, bytes)?;
         let ids = TextTokenizer::new(ckpt)?.encode(&text, Specials::AsText)?;
         if ids.len() < tokens {
             let problem = format!("expected at least {tokens} tokens (--calib-tokens), got {}", ids.len());
