@@ -64,7 +64,12 @@ impl Case {
             pad_token_id: None,
         };
         let weights = QuantArgs {
-            qtype: if pick % 11 == 10 { QuantType::Int8 } else { QuantType::Int4 },
+            qtype: match pick % 11 {
+                10 => QuantType::Int8,
+                9 => QuantType::Int3,
+                8 => QuantType::Int2,
+                _ => QuantType::Int4,
+            },
             granularity,
             mapping: if pick % 4 == 3 { Mapping::Asymmetric } else { Mapping::Symmetric },
             scale_dtype: FloatType::ALL[pick / 5 % 3],
@@ -136,7 +141,7 @@ fn packed_rows(matrix: &QuantizedMatrix) -> Vec<f32> {
     let mut out = vec![0.0; matrix.n * matrix.k];
     for (i, row) in out.chunks_exact_mut(matrix.k).enumerate() {
         match matrix.args.qtype {
-            QuantType::Int4 => Int4Linear::new(matrix).unwrap().row(i, row),
+            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => Int4Linear::new(matrix).unwrap().row(i, row),
             QuantType::Int8 => Int8Linear::new(matrix).unwrap().row(i, row),
         }
     }

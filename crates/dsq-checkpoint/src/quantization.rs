@@ -177,9 +177,11 @@ fn targets(f: &Fields, key: &str, texts: &[String]) -> Result<Vec<Target>, Check
 fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError> {
     let bits = f.integer("num_bits", 1..=16)?.unwrap_or(8);
     let qtype = match bits {
+        2 => QuantType::Int2,
+        3 => QuantType::Int3,
         4 => QuantType::Int4,
         8 => QuantType::Int8,
-        _ => return Err(f.error("num_bits", format!("expected 4 or 8, got {bits}"))),
+        _ => return Err(f.error("num_bits", format!("expected 2, 3, 4 or 8, got {bits}"))),
     };
     let kind = f.string("type")?.unwrap_or("int");
     if kind != "int" {

@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn int8_and_asymmetric_weights_ship_what_they_train() {
-        for qtype in [QuantType::Int4, QuantType::Int8] {
+        for qtype in QuantType::ALL {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 let args = QuantArgs { qtype, mapping, ..int4(Granularity::PerGroup(8)) };
                 let w = Tensor::<2>::random([9, 40], Distribution::Uniform(-0.2, 1.0), &Device::flex());

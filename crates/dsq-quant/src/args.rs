@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum QuantType {
+    /// Codes -2..=1.
+    Int2,
+    /// Codes -4..=3.
+    Int3,
     /// Codes -8..=7.
     Int4,
     /// Codes -128..=127.
@@ -15,9 +19,14 @@ pub enum QuantType {
 }
 
 impl QuantType {
+    /// Every type.
+    pub const ALL: [QuantType; 4] = [QuantType::Int2, QuantType::Int3, QuantType::Int4, QuantType::Int8];
+
     /// Bits of a code.
     pub fn bits(self) -> usize {
         match self {
+            QuantType::Int2 => 2,
+            QuantType::Int3 => 3,
             QuantType::Int4 => 4,
             QuantType::Int8 => 8,
         }
@@ -254,9 +263,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn dequantized_values_are_fixed_points(lo in -1e3f32..0.0, span in 1e-3f32..1e3, t in 0.0f32..1.0, dtype in 0usize..3, asym: bool, int8: bool) {
+        fn dequantized_values_are_fixed_points(lo in -1e3f32..0.0, span in 1e-3f32..1e3, t in 0.0f32..1.0, dtype in 0usize..3, asym: bool, qtype in 0usize..4) {
             let args = QuantArgs {
-                qtype: if int8 { QuantType::Int8 } else { QuantType::Int4 },
+                qtype: QuantType::ALL[qtype],
                 granularity: Granularity::PerTensor,
                 mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
                 scale_dtype: FloatType::ALL[dtype],

@@ -14,10 +14,10 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 3] = ["W4A16", "W8A16", "W4A4"];
+    pub const PRESETS: [&'static str; 5] = ["W4A16", "W8A16", "W3A16", "W2A16", "W4A4"];
 
-    /// A preset by its name (vLLM's spelling): `W4A16` and `W8A16` symmetric INT4 and INT8 weights and float activations;
-    /// `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations.
+    /// A preset by its name (vLLM's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer weights and float
+    /// activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations.
     ///
     /// # Errors
     /// [`QuantError::Setting`] for another name, listing the presets.
@@ -25,8 +25,12 @@ impl QuantScheme {
         let mut weights = QuantArgs::int4(granularity, scale_dtype);
         let activations = match name {
             "W4A16" => None,
-            "W8A16" => {
-                weights.qtype = QuantType::Int8;
+            "W8A16" | "W3A16" | "W2A16" => {
+                weights.qtype = match name {
+                    "W8A16" => QuantType::Int8,
+                    "W3A16" => QuantType::Int3,
+                    _ => QuantType::Int2,
+                };
                 None
             }
             "W4A4" => Some(QuantArgs {

@@ -278,11 +278,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn requantizing_the_grid_with_its_own_scales_is_exact(seed in 0u64..1000, gran in 0usize..3, asym: bool, int8: bool, dtype in 0usize..3) {
+        fn requantizing_the_grid_with_its_own_scales_is_exact(seed in 0u64..1000, gran in 0usize..3, asym: bool, qtype in 0usize..4, dtype in 0usize..3) {
             let (n, k) = (6, 96);
             let w = normal(n * k, seed);
             let args = QuantArgs {
-                qtype: if int8 { QuantType::Int8 } else { QuantType::Int4 },
+                qtype: QuantType::ALL[qtype],
                 granularity: [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)][gran],
                 mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
                 scale_dtype: FloatType::ALL[dtype],

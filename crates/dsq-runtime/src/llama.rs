@@ -269,10 +269,11 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
 fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
     match model.linear(module)? {
-        LinearWeight::Quantized(q) if q.args.qtype == QuantType::Int4 => {
-            Int4Linear::new(&q).map(Linear::Int4).map_err(quant)
+        LinearWeight::Quantized(q) => match q.args.qtype {
+            QuantType::Int8 => Int8Linear::new(&q).map(Linear::Int8),
+            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => Int4Linear::new(&q).map(Linear::Int4),
         }
-        LinearWeight::Quantized(q) => Int8Linear::new(&q).map(Linear::Int8).map_err(quant),
+        .map_err(quant),
         LinearWeight::Float { n, k, data } => {
             let dtype = stored_float(model, module);
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)

@@ -2,7 +2,8 @@
 //!
 //! Layout: rows (outputs) in blocks of 16; the reduction in groups, each cut into segments of at most
 //! [`SEGMENT`] values, each segment padded to octets (8 values). One octet of one block is contiguous:
-//! - INT4: sixteen u32 (one cache line), word `r` holds the codes of row `r`, value `j` in bits `4j..4j+4`, plus 8;
+//! - INT4, and INT3 and INT2 widened to it: sixteen u32 (one cache line), word `r` holds the codes of row `r`, value `j`
+//!   in bits `4j..4j+4`, plus 8;
 //! - INT8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
 //!
 //! Blocks follow one another, so a thread reads its part of the weights as one stream. Scales are kept in their
@@ -27,9 +28,11 @@ pub(crate) enum Storage {
 }
 
 impl Storage {
+    /// Bits of the field that holds a value.
     fn bits(self) -> usize {
         match self {
-            Storage::Int(q) => q.bits(),
+            Storage::Int(QuantType::Int8) => 8,
+            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => 4,
             Storage::Float(f) => f.bits(),
         }
     }
@@ -108,8 +111,8 @@ impl Panels {
                 for (j, &code) in codes[s.at..s.at + s.len].iter().enumerate() {
                     let at = p.value_at(row, s, j);
                     p.weights.as_mut_slice()[at] |= match q.args.qtype {
-                        QuantType::Int4 => ((code + 8) as u8) << (4 * (j % 2)),
                         QuantType::Int8 => code as u8,
+                        QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => ((code + 8) as u8) << (4 * (j % 2)),
                     };
                 }
             }
@@ -171,7 +174,7 @@ impl Panels {
                 let at = self.value_at(row, *s, j);
                 let b = |i: usize| self.weights.as_slice()[at + i];
                 out[s.at + j] = match self.storage {
-                    Storage::Int(QuantType::Int4) => {
+                    Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                         (i32::from((b(0) >> (4 * (j % 2))) & 15) - 8 - zero) as f32 * scale
                     }
                     Storage::Int(QuantType::Int8) => (i32::from(b(0) as i8) - zero) as f32 * scale,

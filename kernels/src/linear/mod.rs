@@ -89,7 +89,8 @@ macro_rules! layer {
 }
 
 layer! {
-    /// A linear layer with INT4 weights, symmetric or asymmetric, any grouping (W4A16).
+    /// A linear layer with INT4 weights, symmetric or asymmetric, any grouping (W4A16). INT3 and INT2 codes are held in
+    /// the same four-bit fields: they cost the memory and the time of INT4.
     Int4Linear
 }
 layer! {
@@ -102,12 +103,12 @@ layer! {
 }
 
 impl Int4Linear {
-    /// Packs an INT4 matrix.
+    /// Packs an INT4, INT3 or INT2 matrix.
     ///
     /// # Errors
-    /// The matrix is not valid, or its codes are not INT4.
+    /// The matrix is not valid, or its codes have more than four bits.
     pub fn new(q: &QuantizedMatrix) -> Result<Self, QuantError> {
-        expect_type(q, QuantType::Int4)?;
+        expect_type(q, &[QuantType::Int4, QuantType::Int3, QuantType::Int2])?;
         Ok(Self { panels: Panels::pack_codes(q)?, isa: Isa::detect() })
     }
 }
@@ -118,7 +119,7 @@ impl Int8Linear {
     /// # Errors
     /// The matrix is not valid, or its codes are not INT8.
     pub fn new(q: &QuantizedMatrix) -> Result<Self, QuantError> {
-        expect_type(q, QuantType::Int8)?;
+        expect_type(q, &[QuantType::Int8])?;
         Ok(Self { panels: Panels::pack_codes(q)?, isa: Isa::detect() })
     }
 }
@@ -202,18 +203,20 @@ pub fn matmul_many(layers: &[&Linear], x: &[f32], m: usize, outs: &mut [&mut [f3
     matmul(&parts, x, m, outs);
 }
 
-fn expect_type(q: &QuantizedMatrix, want: QuantType) -> Result<(), QuantError> {
-    if q.args.qtype == want {
+fn expect_type(q: &QuantizedMatrix, known: &[QuantType]) -> Result<(), QuantError> {
+    if known.contains(&q.args.qtype) {
         return Ok(());
     }
-    Err(QuantError::Setting { field: "qtype", expected: format!("{want:?}"), got: format!("{:?}", q.args.qtype) })
+    let expected = known.iter().map(|t| format!("{t:?}")).collect::<Vec<_>>().join(", ");
+    Err(QuantError::Setting { field: "qtype", expected, got: format!("{:?}", q.args.qtype) })
 }
 
 fn describe(p: &Panels) -> String {
     match p.storage {
         Storage::Int(q) => {
             let zeros = if p.scales.as_ref().is_some_and(|s| s.zeros.len() > 0) { " asymmetric" } else { "" };
-            format!("int{}{zeros} weights, f32 activations:", q.bits())
+            let held = if q.bits() < 4 { " in 4-bit fields" } else { "" };
+            format!("int{}{zeros} weights{held}, f32 activations:", q.bits())
         }
         Storage::Float(f) => format!("{} weights, f32 activations:", f.name().to_ascii_lowercase()),
     }
@@ -284,7 +287,7 @@ unsafe fn decode(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, out: *mut
     // SAFETY: forwarded.
     unsafe {
         match p.storage {
-            Storage::Int(QuantType::Int4) => {
+            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                 dispatch!(isa, run::<Int4>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
             }
             Storage::Int(QuantType::Int8) => {
@@ -309,7 +312,7 @@ unsafe fn multiply(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, m: usiz
     // SAFETY: forwarded.
     unsafe {
         match p.storage {
-            Storage::Int(QuantType::Int4) => {
+            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                 dispatch!(isa, run::<Int4>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
             }
             Storage::Int(QuantType::Int8) => {

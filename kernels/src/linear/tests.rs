@@ -18,7 +18,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
 }
 
 fn args(bits: usize, granularity: Granularity, mapping: Mapping, scale_dtype: FloatType) -> QuantArgs {
-    let qtype = if bits == 4 { QuantType::Int4 } else { QuantType::Int8 };
+    let qtype = QuantType::ALL.into_iter().find(|q| q.bits() == bits).unwrap();
     QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, scale_dtype) }
 }
 
@@ -73,7 +73,7 @@ fn every_shape_grouping_and_mapping_equals_the_reference() {
             [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(8), Granularity::PerGroup(k / 2)]
         {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
-                for bits in [4, 8] {
+                for bits in [2, 3, 4, 8] {
                     let dtype = FloatType::ALL[case % 3];
                     let w = numbers(n * k, case as u64 + 1);
                     let q = QuantizedMatrix::quantize(&w, n, k, args(bits, granularity, mapping, dtype)).unwrap();
@@ -212,7 +212,7 @@ fn float_storage_equals_a_plain_loop_over_the_rounded_weights() {
 #[test]
 fn rows_read_back_as_dequantized() {
     let (n, k) = (18, 48);
-    for bits in [4, 8] {
+    for bits in [2, 3, 4, 8] {
         let a = args(bits, Granularity::PerGroup(12), Mapping::Asymmetric, FloatType::Bf16);
         let q = QuantizedMatrix::quantize(&numbers(n * k, 12), n, k, a).unwrap();
         let panels = Panels::pack_codes(&q).unwrap();
