@@ -59,6 +59,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         float: job.float.clone(),
         qat: job.qat.clone(),
         distill: job.distill.clone(),
+        learned_scales: job.learned_scales.clone(),
         float_equal_tokens: job.float_equal_tokens,
         save_every: job.save_every,
         seed,

@@ -9,7 +9,7 @@ use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
-use dsq_train::{CnnTrainConfig, Distill, LmPhase};
+use dsq_train::{CnnTrainConfig, Distill, LearnedScales, LmPhase};
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -65,6 +65,9 @@ pub struct LmJob {
     /// Distillation of the QAT phase from the float model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub distill: Option<Distill>,
+    /// How fast the scales of the QAT phase are learned, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub learned_scales: Option<LearnedScales>,
     /// Whether to train a float model with the QAT phase's tokens, for an honest comparison.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints.
@@ -245,6 +248,8 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let weight = qat_section.number("distill_weight", 0.0..=1.0, Some(0.0))?;
     let temperature = qat_section.number("distill_temperature", 0.01..=1000.0, Some(1.0))?;
     let distill = (weight > 0.0).then_some(Distill { weight, temperature });
+    let rate = qat_section.number("scale_learning_rate", 1e-9..=0.999, Some(1e-3))?;
+    let learned_scales = qat_section.boolean("learned_scales", false)?.then_some(LearnedScales { rate });
     qat_section.finish()?;
 
     let quant = read_quant(root.table("quant")?)?;
@@ -269,6 +274,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         float,
         qat,
         distill,
+        learned_scales,
         float_equal_tokens,
         save_every,
         quant,
@@ -327,6 +333,7 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
         seq_len: section.count("seq_len", 2..=longest, default(|p| p.seq_len, longest.min(128)))?,
         learning_rate: section.number("learning_rate", 1e-9..=10.0, None)?,
         warmup_steps: section.count("warmup_steps", 0..=steps as i64, Some(steps as i64 / 20))?,
+        final_rate: section.number("final_rate", 0.0..=1.0, Some(0.1))?,
         weight_decay: section.number("weight_decay", 0.0..=10.0, Some(float.map_or(0.1, |p| p.weight_decay)))?,
         grad_clip: section.number("grad_clip", 1e-6..=1e6, Some(1.0))?,
     })

@@ -1,12 +1,13 @@
 //! Layers of the float models, with the fake quantization that training may switch on. Not models (see `llama`,
 //! `resnet`).
 
+use crate::LearnedGrid;
 use crate::fake_quant::fake_quant_weight;
 use crate::llama::host;
 use crate::ops;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
-use dsq_quant::QuantArgs;
+use dsq_quant::{QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use std::sync::Arc;
 
 /// A linear layer without bias, `y = x w^T`.
@@ -14,6 +15,8 @@ use std::sync::Arc;
 pub struct Linear {
     /// Weight `[n, k]` (outputs, inputs), as checkpoints store it.
     pub weight: Param<Tensor<2>>,
+    /// Learned scales and zero points, where fake quantization uses such.
+    grid: Option<LearnedGrid>,
     #[module(skip)]
     quant: Option<QuantArgs>,
 }
@@ -21,7 +24,8 @@ pub struct Linear {
 impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
-        Self { weight: Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device)), quant: None }
+        let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
+        Self { weight, grid: None, quant: None }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -40,17 +44,58 @@ impl Linear {
         self.weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, old.dims()), &old.device()));
     }
 
-    /// Switches fake quantization of the weight on or off. The caller has checked the shape
+    /// Switches fake quantization of the weight on, by its own ranges, or off. The caller has checked the shape
     /// ([`crate::fake_quant::check_shape`]).
     pub fn set_quant(&mut self, quant: Option<QuantArgs>) {
         self.quant = quant;
+        self.grid = None;
+    }
+
+    /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
+    /// least squared error. Nothing happens without fake quantization.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::qparams_of`].
+    pub fn learn_grid(&mut self) -> Result<(), QuantError> {
+        if let Some(args) = self.quant {
+            let [n, k] = self.weight.dims();
+            let params =
+                QuantizedMatrix::qparams_of(&self.values(), n, k, QuantArgs { observer: WeightObserver::Mse, ..args })?;
+            self.grid = Some(LearnedGrid::new(&params, args.mapping, &self.weight.val().device()));
+        }
+        Ok(())
+    }
+
+    /// The learned scales and zero points, if there are such.
+    pub fn grid(&self) -> Option<&LearnedGrid> {
+        self.grid.as_ref()
+    }
+
+    /// Replaces the learned scales and zero points.
+    pub fn set_grid(&mut self, grid: LearnedGrid) {
+        self.grid = Some(grid);
+    }
+
+    /// What ships: the codes, scales and zero points of the forward pass; `None` without fake quantization.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::quantize`] and [`QuantizedMatrix::quantize_with`].
+    pub fn quantized(&self) -> Result<Option<QuantizedMatrix>, QuantError> {
+        let Some(args) = self.quant else { return Ok(None) };
+        let ([n, k], values) = (self.weight.dims(), self.values());
+        match &self.grid {
+            None => QuantizedMatrix::quantize(&values, n, k, args),
+            Some(grid) => QuantizedMatrix::quantize_with(&values, n, k, args, &grid.qparams(&args)),
+        }
+        .map(Some)
     }
 
     /// The weight that the forward pass multiplies with: on the grid when fake quantization is on.
     pub fn effective_weight(&self) -> Tensor<2> {
-        match &self.quant {
-            Some(args) => fake_quant_weight(self.weight.val(), args),
-            None => self.weight.val(),
+        match (&self.quant, &self.grid) {
+            (Some(args), Some(grid)) => grid.fake_quant(self.weight.val(), args),
+            (Some(args), None) => fake_quant_weight(self.weight.val(), args),
+            (None, _) => self.weight.val(),
         }
     }
 

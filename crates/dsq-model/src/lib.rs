@@ -7,11 +7,13 @@
 mod error;
 pub mod fake_quant;
 pub mod layers;
+mod learned_grid;
 mod llama;
 mod ops;
 pub mod resnet;
 
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
+pub use learned_grid::LearnedGrid;
 pub use llama::{Layer, Llama, SelfAttention, Sequences, next_token_labels, tensor_name};
 pub use ops::distill::Teacher;

@@ -319,7 +319,8 @@ impl Llama {
             + ops::cross_entropy::cross_entropy(logits, labels, count).mul_scalar(1.0 - weight)
     }
 
-    /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order.
+    /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order. Learned grids are no tensors of the
+    /// model (see [`Linear::grid`]).
     pub fn named_tensors(&self) -> Vec<(String, Vec<usize>, Vec<f32>)> {
         struct Collect(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>);
         impl ModuleVisitor for Collect {
@@ -330,6 +331,9 @@ impl Llama {
                 self.0.pop();
             }
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if self.0.iter().any(|part| part == "grid") {
+                    return;
+                }
                 let tensor = param.val();
                 let shape = tensor.dims().to_vec();
                 self.1.push((tensor_name(&self.0.join(".")), shape, host(tensor)));

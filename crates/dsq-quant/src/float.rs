@@ -39,6 +39,15 @@ impl FloatType {
         }
     }
 
+    /// Smallest positive normal value.
+    pub fn min_positive(self) -> f32 {
+        match self {
+            FloatType::F32 => f32::MIN_POSITIVE,
+            FloatType::F16 => f16::MIN_POSITIVE.to_f32(),
+            FloatType::Bf16 => bf16::MIN_POSITIVE.to_f32(),
+        }
+    }
+
     /// Machine epsilon (gap above 1), the value that a zero scale is replaced with, as in
     /// compressed-tensors' `calculate_qparams`.
     pub fn epsilon(self) -> f32 {

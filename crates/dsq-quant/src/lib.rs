@@ -13,6 +13,7 @@ mod args;
 mod config;
 mod error;
 mod float;
+mod learned;
 mod matrix;
 mod observer;
 mod pack;

@@ -65,6 +65,15 @@ impl NamedGradients {
     }
 }
 
+/// What a parameter gets of an update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ParamGroup {
+    /// Factor of the learning rate.
+    pub rate: f64,
+    /// Weight decay.
+    pub decay: f64,
+}
+
 /// AdamW and its moments.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamW {
@@ -94,8 +103,8 @@ impl AdamW {
     }
 
     /// One update. Gradients are first scaled to a norm of at most `clip` (PyTorch's `clip_grad_norm_`: the norm gets
-    /// 1e-6 added); `norm` is [`NamedGradients::norm`], which the caller has checked to be finite. `decay` gives the
-    /// weight decay by parameter path and rank.
+    /// 1e-6 added); `norm` is [`NamedGradients::norm`], which the caller has checked to be finite. `group` gives the
+    /// settings of a parameter by its path, rank and values.
     pub fn step<M: Module>(
         &mut self,
         model: M,
@@ -103,16 +112,16 @@ impl AdamW {
         lr: f64,
         norm: f64,
         clip: f64,
-        decay: impl Fn(&str, usize) -> f64,
+        group: impl Fn(&str, usize, &[f32]) -> ParamGroup,
     ) -> M {
         struct Update<'a, F> {
             path: Vec<String>,
             grads: &'a NamedGradients,
             moments: &'a mut BTreeMap<String, Moments>,
             settings: kernel::AdamW,
-            decay: F,
+            group: F,
         }
-        impl<F: Fn(&str, usize) -> f64> ModuleMapper for Update<'_, F> {
+        impl<F: Fn(&str, usize, &[f32]) -> ParamGroup> ModuleMapper for Update<'_, F> {
             fn enter_module(&mut self, name: &str, _container_type: &str) {
                 self.path.push(name.to_owned());
             }
@@ -131,7 +140,8 @@ impl AdamW {
                     m: vec![0.0; w.len()],
                     v: vec![0.0; w.len()],
                 });
-                let settings = kernel::AdamW { decay: (self.decay)(&self.path.join("."), D), ..self.settings };
+                let group = (self.group)(&self.path.join("."), D, &w);
+                let settings = kernel::AdamW { lr: self.settings.lr * group.rate, decay: group.decay, ..self.settings };
                 kernel::adamw(&settings, &mut w, grad, &mut moments.m, &mut moments.v);
                 let tensor = Tensor::from_data(TensorData::new(w, shape), &device).autodiff().require_grad();
                 Param::from_mapped_value(id, tensor, mapper)
@@ -148,7 +158,7 @@ impl AdamW {
             t: self.t,
             grad_scale,
         };
-        model.map(&mut Update { path: Vec::new(), grads, moments: &mut self.moments, settings, decay })
+        model.map(&mut Update { path: Vec::new(), grads, moments: &mut self.moments, settings, group })
     }
 
     /// The moments as tensors named `{prefix}m.{path}` and `{prefix}v.{path}`. Save [`AdamW::updates`] beside them.

@@ -12,9 +12,9 @@ pub mod ptq;
 pub mod qat;
 mod run_dir;
 
-pub use adamw::{AdamW, NamedGradients};
+pub use adamw::{AdamW, NamedGradients, ParamGroup};
 pub use cnn::{CnnTrainConfig, run_cnn};
 pub use error::TrainError;
-pub use lm::{Distill, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
+pub use lm::{Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
 pub use progress::Control;
 pub use run_dir::{RunDir, Snapshot, StateTensor};

@@ -1,5 +1,5 @@
 //! Quantization-aware training of a Llama: which layers see their weights on the grid (`prepare`), and the matrices
-//! that ship (`convert`). Exact: what `convert` returns dequantizes to the weights of the prepared forward pass, bit
+//! that ship (`convert`), by ranges of the weights or by learned grids. Exact: what `convert` returns dequantizes to the weights of the prepared forward pass, bit
 //! for bit. Not the training loop (see `lm`).
 
 use crate::TrainError;
@@ -16,6 +16,18 @@ pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainErr
     check(&model, config)?;
     for (name, layer) in model.linears_mut() {
         layer.set_quant(config.scheme_for(&name).map(|s| s.weights));
+    }
+    Ok(model)
+}
+
+/// Makes the scales and zero points of every prepared layer parameters (LSQ, LSQ+), starting at the grids of least squared
+/// error.
+///
+/// # Errors
+/// [`TrainError::Quant`] naming the layer, for weights that are not finite or a scale that overflows its dtype.
+pub fn learn_grids(mut model: Llama) -> Result<Llama, TrainError> {
+    for (module, layer) in model.linears_mut() {
+        layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?;
     }
     Ok(model)
 }
@@ -54,13 +66,10 @@ pub fn round_to_nearest(model: Llama, config: &QuantConfig) -> Result<Llama, Tra
 pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainError> {
     let mut out = Vec::new();
     for (name, layer) in model.linears() {
-        if let Some(args) = layer.quant() {
-            let weight = layer.weight.val();
-            let [n, k] = weight.dims();
-            let values = weight.into_data().try_into_vec::<f32>().expect("models are f32");
-            let matrix = QuantizedMatrix::quantize(&values, n, k, *args)
-                .map_err(|source| TrainError::Quant { module: name.clone(), source })?;
-            out.push((name, matrix));
+        match layer.quantized() {
+            Ok(None) => {}
+            Ok(Some(matrix)) => out.push((name, matrix)),
+            Err(source) => return Err(TrainError::Quant { module: name, source }),
         }
     }
     Ok(out)

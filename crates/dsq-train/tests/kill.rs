@@ -3,7 +3,7 @@
 
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
-use dsq_train::{Control, LmPhase, LmTrainConfig, RunDir, train_lm};
+use dsq_train::{Control, LearnedScales, LmPhase, LmTrainConfig, RunDir, train_lm};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -27,11 +27,20 @@ fn settings() -> LmTrainConfig {
         seq_len: 8,
         learning_rate: 1e-2,
         warmup_steps: 2,
+        final_rate: 0.1,
         weight_decay: 0.1,
         grad_clip: 1.0,
     };
     // Saving every step makes most of the time saving time.
-    LmTrainConfig { float: phase(30), qat: phase(20), distill: None, float_equal_tokens: true, save_every: 1, seed: 3 }
+    LmTrainConfig {
+        float: phase(30),
+        qat: phase(20),
+        distill: None,
+        learned_scales: Some(LearnedScales { rate: 1e-2 }),
+        float_equal_tokens: true,
+        save_every: 1,
+        seed: 3,
+    }
 }
 
 fn train(path: &Path) -> Vec<u8> {

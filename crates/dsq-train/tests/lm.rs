@@ -5,8 +5,8 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
 use dsq_train::{
-    AdamW, Control, Distill, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir, TrainError,
-    train_lm,
+    AdamW, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir,
+    TrainError, train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -107,6 +107,7 @@ fn settings() -> LmTrainConfig {
         seq_len: 16,
         learning_rate,
         warmup_steps: 2,
+        final_rate: 0.1,
         weight_decay: 0.1,
         grad_clip: 1.0,
     };
@@ -114,6 +115,7 @@ fn settings() -> LmTrainConfig {
         float: phase(9, 1e-2),
         qat: phase(6, 3e-3),
         distill: None,
+        learned_scales: None,
         float_equal_tokens: true,
         save_every: 4,
         seed: 5,
@@ -219,8 +221,12 @@ fn distillation_keeps_qat_at_its_teacher() {
 #[test]
 fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
     let straight = tempfile::tempdir().unwrap();
-    // With distillation, so that a resumed run must find its teacher again.
-    let config = LmTrainConfig { distill: Some(Distill { weight: 0.5, temperature: 2.0 }), ..settings() };
+    // With distillation and learned scales, so that a resumed run must find its teacher and its grids again.
+    let config = LmTrainConfig {
+        distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
+        learned_scales: Some(LearnedScales { rate: 1e-2 }),
+        ..settings()
+    };
     let want = all_bits(&train(straight.path(), false, &config, &mut |_| Control::Continue).unwrap());
     let want_log = log(straight.path());
     assert_eq!(want_log.lines().count(), 21);

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::Llama;
+use dsq_model::{LearnedGrid, Llama};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, QuantType};
 use dsq_train::{TrainError, qat};
 use std::path::Path;
@@ -44,7 +44,17 @@ fn prepare_equals_convert_for_many_seeds_and_schemes() {
         let device = if seed % 4 < 2 { Device::flex() } else { Device::flex().autodiff() };
         let float = Llama::new(&config(tied), seed, &device);
         let plain = host(float.logits(ids.clone(), 2));
-        let prepared = qat::prepare(float, &quant).unwrap();
+        let mut prepared = qat::prepare(float, &quant).unwrap();
+        if seed % 3 == 1 {
+            // Learned grids, away from where they start.
+            prepared = qat::learn_grids(prepared).unwrap();
+            for (i, (_, layer)) in prepared.linears_mut().into_iter().enumerate() {
+                let Some((scale, zero)) = layer.grid().map(LearnedGrid::values) else { continue };
+                let scale = scale.iter().enumerate().map(|(j, s)| s * (0.5 + 0.07 * ((i + j) % 11) as f32)).collect();
+                let zero = zero.map(|z| z.iter().enumerate().map(|(j, z)| z + 0.3 * ((i + j) % 7) as f32).collect());
+                layer.set_grid(LearnedGrid::from_values(scale, zero, &device));
+            }
+        }
         let converted = qat::convert(&prepared).unwrap();
         assert_eq!(converted.len(), 13, "7 a layer but for the ignored one; lm_head ignored");
         for (name, layer) in prepared.linears() {

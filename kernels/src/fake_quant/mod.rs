@@ -12,7 +12,10 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod learned;
 mod scalar;
+
+pub use learned::{LearnedGradients, fake_quant_learned, fake_quant_learned_gradient};
 
 use dsq_quant::{QParams, QuantArgs, QuantError};
 use rayon::prelude::*;

@@ -16,11 +16,11 @@ fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
         .collect()
 }
 
-fn normal(n: usize, seed: u64) -> Vec<f32> {
+pub(super) fn normal(n: usize, seed: u64) -> Vec<f32> {
     values(4 * n, seed, |u| (f64::from(u) / 4294967296.0 - 0.5) as f32).chunks(4).map(|c| c.iter().sum()).collect()
 }
 
-fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
+pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
     let mut out = Vec::new();
     for &granularity in granularities {
         for qtype in QuantType::ALL {
@@ -36,7 +36,7 @@ fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
     out
 }
 
-fn bits(x: &[f32]) -> Vec<u32> {
+pub(super) fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 

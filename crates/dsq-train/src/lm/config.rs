@@ -16,8 +16,10 @@ pub struct LmPhase {
     pub seq_len: usize,
     /// Peak learning rate.
     pub learning_rate: f64,
-    /// Steps of linear warm-up; then cosine to a tenth of the peak.
+    /// Steps of linear warm-up; then half a cosine down to `final_rate`.
     pub warmup_steps: usize,
+    /// Share of the peak that the last step has.
+    pub final_rate: f64,
     /// AdamW weight decay of matrices (norms have none).
     pub weight_decay: f64,
     /// Largest global gradient norm.
@@ -35,12 +37,24 @@ pub struct LmTrainConfig {
     pub qat: LmPhase,
     /// Distillation of the QAT phase from the float result; `None`: cross-entropy only.
     pub distill: Option<Distill>,
+    /// Trains the scales and zero points of the QAT phase as parameters of their own (LSQ, LSQ+); `None`: they follow the
+    /// ranges of the weights.
+    pub learned_scales: Option<LearnedScales>,
     /// Whether to train the float model of equal tokens.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints (one is also written at the end of each phase).
     pub save_every: usize,
     /// The seed of weights and data order.
     pub seed: u64,
+}
+
+/// How fast learned scales move.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LearnedScales {
+    /// Learning rate of scales as a share of their root mean square in the layer, and of zero points as a share of half
+    /// the code range, at the peak of the schedule.
+    pub rate: f64,
 }
 
 /// How much of the QAT loss is distillation from the float model that QAT starts from.
@@ -61,7 +75,8 @@ impl LmPhase {
         }
         let rest = (self.steps - self.warmup_steps) as f64;
         let done = (step - self.warmup_steps) as f64 / rest;
-        self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
+        let share = 0.5 * (1.0 + (std::f64::consts::PI * done).cos());
+        self.learning_rate * (self.final_rate + (1.0 - self.final_rate) * share)
     }
 
     /// Tokens of one step.
@@ -87,6 +102,7 @@ impl LmPhase {
         };
         number("learning_rate", self.learning_rate, f64::MIN_POSITIVE)?;
         number("weight_decay", self.weight_decay, 0.0)?;
+        number("final_rate", self.final_rate, 0.0)?;
         number("grad_clip", self.grad_clip, f64::MIN_POSITIVE)?;
         if tokens <= self.seq_len {
             let expected = format!("a text of more than {} tokens", self.seq_len);
@@ -115,6 +131,11 @@ impl LmTrainConfig {
             if !(d.temperature.is_finite() && d.temperature >= 0.01) {
                 return refuse("distill_temperature", "a finite number of at least 0.01", d.temperature);
             }
+        }
+        if let Some(s) = self.learned_scales.as_ref().filter(|s| !(s.rate > 0.0 && s.rate < 1.0)) {
+            let field = "qat.scale_learning_rate".into();
+            let expected = "more than 0, less than 1".into();
+            return Err(TrainError::Setting { field, expected, got: s.rate.to_string() });
         }
         if self.save_every == 0 {
             let (expected, got) = ("at least 1".into(), "0".into());

@@ -4,14 +4,14 @@
 mod config;
 mod data;
 
-pub use config::{Distill, LmPhase, LmTrainConfig};
+pub use config::{Distill, LearnedScales, LmPhase, LmTrainConfig};
 
-use crate::adamw::{AdamW, NamedGradients};
+use crate::adamw::{AdamW, NamedGradients, ParamGroup};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::tensor::Device;
 use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::{Llama, Teacher};
+use dsq_model::{LearnedGrid, Llama, Teacher};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -119,7 +119,8 @@ pub fn train_lm(
     let missing =
         || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
     let float = released(&lm.float)?.ok_or_else(missing)?;
-    let prepared = qat::prepare(released(&lm.qat)?.ok_or_else(missing)?, quant)?;
+    let trained = lm.qat.as_deref().ok_or_else(missing)?;
+    let prepared = lm.prepared(rebuild(model, trained, &device())?, trained)?;
     let quantized = qat::convert(&prepared)?;
     let float_equal_tokens = match config.float_equal_tokens {
         true => Some(released(&lm.equal)?.ok_or_else(missing)?),
@@ -191,15 +192,35 @@ impl<'a> Trainer<'a> {
             equal: kept("float_equal_tokens."),
             teacher: None,
         };
-        this.prepare_phase()?;
+        this.prepare_phase(&under("current."))?;
         Ok(this)
     }
 
-    /// What a QAT phase needs, whether it begins or goes on: fake quantization, and the teacher.
-    fn prepare_phase(&mut self) -> Result<(), TrainError> {
+    /// A model under fake quantization, with learned grids where the settings ask for them: those among `tensors`, else new
+    /// ones.
+    fn prepared(&self, model: Llama, tensors: &[StateTensor]) -> Result<Llama, TrainError> {
+        let mut model = qat::prepare(model, self.quant)?;
+        if self.config.learned_scales.is_none() {
+            return Ok(model);
+        }
+        let find = |name: String| tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
+        for (module, layer) in model.linears_mut() {
+            match find(format!("{module}.{GRID_SCALE}")) {
+                Some(scale) => {
+                    let zero = find(format!("{module}.{GRID_ZERO}"));
+                    layer.set_grid(LearnedGrid::from_values(scale, zero, &device()));
+                }
+                None => layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?,
+            }
+        }
+        Ok(model)
+    }
+
+    /// What a QAT phase needs, whether it begins or goes on (with what `tensors` hold): fake quantization, and the teacher.
+    fn prepare_phase(&mut self, tensors: &[StateTensor]) -> Result<(), TrainError> {
         self.teacher = None;
         if self.phase == Phase::Qat {
-            self.model = qat::prepare(self.model.clone(), self.quant)?;
+            self.model = self.prepared(self.model.clone(), tensors)?;
             if let (Some(_), Some(float)) = (&self.config.distill, &self.float) {
                 self.teacher = Some(rebuild(self.model.config(), float, &Device::flex())?);
             }
@@ -306,9 +327,20 @@ impl<'a> Trainer<'a> {
         }
         self.phase_step += 1;
         let rate = phase.rate(self.phase_step);
-        let decay = |_: &str, rank: usize| if rank > 1 { phase.weight_decay } else { 0.0 };
+        let scale_rate = self.config.learned_scales.as_ref().map_or(0.0, |s| s.rate) / phase.learning_rate;
+        let codes = self.quant.scheme.weights.qtype.qmax() as f64;
+        let group = |path: &str, rank: usize, values: &[f32]| {
+            if path.ends_with(GRID_SCALE) {
+                let square = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / values.len().max(1) as f64;
+                ParamGroup { rate: scale_rate * square.sqrt(), decay: 0.0 }
+            } else if path.ends_with(GRID_ZERO) {
+                ParamGroup { rate: scale_rate * codes, decay: 0.0 }
+            } else {
+                ParamGroup { rate: 1.0, decay: if rank > 1 { phase.weight_decay } else { 0.0 } }
+            }
+        };
         let model = self.model.clone();
-        self.model = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, decay);
+        self.model = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, group);
         Ok((value, norm))
     }
 
@@ -343,7 +375,7 @@ impl<'a> Trainer<'a> {
         if let Some(float) = &self.float {
             self.model = rebuild(&config, float, &device())?;
         }
-        self.prepare_phase()
+        self.prepare_phase(&[])
     }
 
     fn snapshot(&self, step: usize) -> Snapshot {
@@ -375,9 +407,28 @@ fn device() -> Device {
     Device::flex().autodiff()
 }
 
+/// Ends of the parameter paths of learned grids.
+const GRID_SCALE: &str = "grid.scale";
+const GRID_ZERO: &str = "grid.zero";
+
+/// The tensors of a model and its learned grids.
 fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
-    let tensors = model.named_tensors().into_iter();
-    tensors.map(|(name, shape, data)| StateTensor { name: format!("{prefix}{name}"), shape, data }).collect()
+    let mut out: Vec<StateTensor> = model
+        .named_tensors()
+        .into_iter()
+        .map(|(name, shape, data)| StateTensor { name: format!("{prefix}{name}"), shape, data })
+        .collect();
+    for (module, grid) in model.linears().into_iter().filter_map(|(m, l)| Some((m, l.grid()?))) {
+        let (scale, zero) = grid.values();
+        for (end, data) in [(GRID_SCALE, Some(scale)), (GRID_ZERO, zero)] {
+            out.extend(data.map(|data| StateTensor {
+                name: format!("{prefix}{module}.{end}"),
+                shape: vec![data.len()],
+                data,
+            }));
+        }
+    }
+    out
 }
 
 fn rebuild(config: &LlamaConfig, tensors: &[StateTensor], device: &Device) -> Result<Llama, TrainError> {

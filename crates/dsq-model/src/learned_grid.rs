@@ -1,0 +1,153 @@
+//! Grids that are trained: the scales (and zero points) of a weight or an activation as parameters, and the operation that
+//! puts values on them with the gradients of LSQ and LSQ+. The formulas are `dsq_quant`'s, the walk is
+//! `dsq_kernels::fake_quant`. Not the choice of what is learned (see `dsq-train`, `qat`).
+
+use crate::llama::host;
+use crate::ops::slice_op::{Slice, SliceOp, apply2, apply3};
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor};
+use dsq_kernels::fake_quant as kernel;
+use dsq_quant::{Mapping, QParams, QuantArgs};
+use std::sync::Arc;
+
+/// The learned scales and zero points of one tensor.
+#[derive(Module, Debug)]
+pub struct LearnedGrid {
+    /// Scales in f32, one for each group, row major; what ships is [`QuantArgs::learned_qparams`] of them.
+    pub scale: Param<Tensor<1>>,
+    /// Zero points in the domain of codes, not rounded; `None` when symmetric.
+    pub zero: Option<Param<Tensor<1>>>,
+}
+
+impl LearnedGrid {
+    /// Starts at `params`, one for each group.
+    pub fn new(params: &[QParams], mapping: Mapping, device: &Device) -> Self {
+        let zero = (mapping == Mapping::Asymmetric).then(|| params.iter().map(|p| p.zero as f32).collect());
+        Self::from_values(params.iter().map(|p| p.scale).collect(), zero, device)
+    }
+
+    /// From saved values.
+    pub fn from_values(scale: Vec<f32>, zero: Option<Vec<f32>>, device: &Device) -> Self {
+        let param = |v: Vec<f32>| Param::from_tensor(Tensor::from_floats(v.as_slice(), device));
+        Self { scale: param(scale), zero: zero.map(param) }
+    }
+
+    /// The scales and zero points, as they are trained.
+    pub fn values(&self) -> (Vec<f32>, Option<Vec<f32>>) {
+        (host(self.scale.val()), self.zero.as_ref().map(|z| host(z.val())))
+    }
+
+    /// What ships, one for each group.
+    pub fn qparams(&self, args: &QuantArgs) -> Vec<QParams> {
+        let (scale, zero) = self.values();
+        let zero = |i: usize| zero.as_ref().map_or(0.0, |z| z[i]);
+        scale.iter().enumerate().map(|(i, &s)| args.learned_qparams(s, zero(i))).collect()
+    }
+
+    /// `x` on the grid, with gradients for `x`, the scales and the zero points. Those of the last two are divided by
+    /// `sqrt(values in a group * largest code)`, as LSQ does, so that they have the size of a weight's.
+    ///
+    /// # Panics
+    /// When the groups do not divide the values: call [`crate::fake_quant::check_shape`] first.
+    pub fn fake_quant<const D: usize>(&self, x: Tensor<D>, args: &QuantArgs) -> Tensor<D> {
+        let op = Arc::new(Learned(*args));
+        match &self.zero {
+            None => apply2(op, x, self.scale.val()),
+            Some(zero) => apply3(op, x, self.scale.val(), zero.val()),
+        }
+    }
+}
+
+/// Values on learned grids: inputs are the values, the scales and, when asymmetric, the zero points.
+#[derive(Debug)]
+struct Learned(QuantArgs);
+
+fn zeros<'a>(x: &[Slice<'a>]) -> &'a [f32] {
+    x.get(2).map_or(&[], |z| z.data)
+}
+
+impl SliceOp for Learned {
+    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
+        let mut out = vec![0.0; x[0].data.len()];
+        kernel::fake_quant_learned(x[0].data, &self.0, x[1].data, zeros(x), &mut out)
+            .expect("the shape was checked with check_shape");
+        (out, x[0].shape.to_vec())
+    }
+
+    fn backward(&self, x: &[Slice], g: &[f32], wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
+        let d = kernel::fake_quant_learned_gradient(x[0].data, g, &self.0, x[1].data, zeros(x))
+            .expect("the gradient has the shape of the output");
+        let per = x[0].data.len().checked_div(x[1].data.len()).unwrap_or(1).max(1);
+        let by = 1.0 / (per as f32 * self.0.qtype.qmax() as f32).sqrt();
+        let scaled = |v: Vec<f32>| v.into_iter().map(|v| v * by).collect();
+        let mut out = vec![wanted[0].then_some(d.w), Some(scaled(d.scale))];
+        if x.len() == 3 {
+            out.push(Some(scaled(d.zero)));
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{Distribution, TensorData};
+    use dsq_quant::{FloatType, Granularity, QuantType, QuantizedMatrix, WeightObserver};
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|v| v.to_bits()).collect()
+    }
+
+    /// The fused operation against tensor operations that Burn differentiates itself.
+    #[test]
+    fn the_fused_form_equals_tensor_operations_forward_and_backward() {
+        let device = Device::flex().autodiff();
+        let (n, k) = (12, 64);
+        for qtype in QuantType::ALL {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
+                    let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, FloatType::F32) };
+                    let w = Tensor::<2>::random([n, k], Distribution::Normal(0.0, 1.0), &device).require_grad();
+                    let seed = Tensor::<2>::random([n, k], Distribution::Normal(0.0, 1.0), &device);
+                    let values = host(w.clone());
+                    let init = QuantArgs { observer: WeightObserver::Mse, ..args };
+                    let mut params = QuantizedMatrix::qparams_of(&values, n, k, init).unwrap();
+                    // Narrower than any observer would choose, so that every type clips.
+                    params.iter_mut().for_each(|p| p.scale *= 0.5);
+                    let grid = LearnedGrid::new(&params, mapping, &device);
+                    let out = grid.fake_quant(w.clone(), &args);
+                    let shipped = QuantizedMatrix::quantize_with(&values, n, k, args, &grid.qparams(&args)).unwrap();
+                    assert_eq!(bits(&host(out.clone())), bits(&shipped.dequantize()));
+                    let grads = (out * seed.clone()).sum().backward();
+                    let got_w = host(w.grad(&grads).unwrap());
+                    let got_s = host(grid.scale.val().grad(&grads).unwrap());
+                    let got_z = grid.zero.as_ref().map(|z| host(z.val().grad(&grads).unwrap()));
+
+                    let groups = params.len();
+                    let w = w.detach().require_grad();
+                    let column =
+                        |v: Vec<f32>| Tensor::<2>::from_data(TensorData::new(v, [groups, 1]), &device).require_grad();
+                    let s = column(params.iter().map(|p| p.scale).collect());
+                    let z = column(params.iter().map(|p| p.zero as f32).collect());
+                    let (qmin, qmax) = (qtype.qmin() as f32, qtype.qmax() as f32);
+                    let c = (w.clone().reshape([groups, n * k / groups]) / s.clone() + z.clone()).clamp(qmin, qmax);
+                    let q = c.clone() + (c.clone().round() - c).detach();
+                    let out = ((q - z.clone()) * s.clone()).reshape([n, k]);
+                    let grads = (out * seed).sum().backward();
+                    let by = 1.0 / ((n * k / groups) as f32 * qmax).sqrt();
+                    let near = |got: &[f32], want: Vec<f32>, by: f32, what: &str| {
+                        let size = want.iter().fold(0.0f32, |m, v| m.max(v.abs())) * by;
+                        for (a, b) in got.iter().zip(want) {
+                            assert!((a - b * by).abs() <= 2e-5 * size + 1e-6, "{args:?} {what}: {a} {}", b * by);
+                        }
+                    };
+                    near(&got_w, host(w.grad(&grads).unwrap()), 1.0, "w");
+                    near(&got_s, host(s.grad(&grads).unwrap()), by, "scale");
+                    if let Some(got) = got_z {
+                        near(&got, host(z.grad(&grads).unwrap()), by, "zero");
+                    }
+                }
+            }
+        }
+    }
+}

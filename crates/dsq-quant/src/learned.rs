@@ -1,0 +1,119 @@
+//! Grids whose scale and zero point are trained: which parameters ship for a learned pair, and the gradients of a fake
+//! quantized value. Not the walk over a tensor (see `dsq-kernels`, `fake_quant`) and not an optimizer.
+
+use crate::{Granularity, Mapping, QParams, QuantArgs, QuantError};
+
+impl QuantArgs {
+    /// The parameters that ship for a learned scale and zero point (both f32, in training): the scale rounded to its stored
+    /// dtype, the zero point rounded to the nearest code. A scale that is not above zero once stored becomes the dtype's
+    /// smallest normal number. NaN and infinity stay in the scale: the values become NaN, and `QuantizedMatrix` refuses it.
+    #[inline]
+    pub fn learned_qparams(&self, scale: f32, zero: f32) -> QParams {
+        let stored = self.scale_dtype.round(scale);
+        let scale = if stored <= 0.0 { self.scale_dtype.min_positive() } else { stored };
+        let zero = match self.mapping {
+            Mapping::Symmetric => 0,
+            Mapping::Asymmetric => {
+                zero.clamp(self.qtype.qmin() as f32, self.qtype.qmax() as f32).round_ties_even() as i32
+            }
+        };
+        QParams { scale, zero }
+    }
+
+    /// The derivatives of `fake_quantize(x, p)` by `x`, by the scale and by the zero point, where every rounding (of the
+    /// code, of the stored scale, of the zero point) passes its gradient through. With `c = x / scale + zero`:
+    ///
+    /// - `c` in the code range: `1`, `q - zero - x / scale`, `0`;
+    /// - below or above it, where `q` is the end of the range: `0`, `q - zero`, `-scale`.
+    ///
+    /// Source: LSQ (Esser et al., arXiv:1902.08153), and LSQ+ (Bhalgat et al., arXiv:2004.09576) for the zero point, which
+    /// lies in the domain of codes here.
+    #[inline(always)]
+    pub fn learned_gradients(&self, x: f32, p: QParams) -> [f32; 3] {
+        let (qmin, qmax, zero) = (self.qtype.qmin() as f32, self.qtype.qmax() as f32, p.zero as f32);
+        let t = x / p.scale;
+        let c = t + zero;
+        let q = c.max(qmin).min(qmax).round_ties_even();
+        if c >= qmin && c <= qmax { [1.0, (q - zero) - t, 0.0] } else { [0.0, q - zero, -p.scale] }
+    }
+
+    /// Whether scales and zero points of this scheme can be trained on an `[n, k]` matrix, and how many there are.
+    ///
+    /// # Errors
+    /// As [`QuantArgs::scale_shape`].
+    pub fn learned_shape(&self, n: usize, k: usize) -> Result<[usize; 2], QuantError> {
+        match self.granularity {
+            Granularity::PerTensor | Granularity::PerChannel | Granularity::PerGroup(_) => self.scale_shape(n, k),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FloatType, QuantType};
+
+    /// The clipped identity in f64 that the straight-through gradient differentiates: the code is not rounded but for the
+    /// constant `r` that rounding added at the point.
+    fn relaxed(args: &QuantArgs, x: f64, scale: f64, zero: f64, r: f64) -> f64 {
+        let (qmin, qmax) = (f64::from(args.qtype.qmin()), f64::from(args.qtype.qmax()));
+        let c = (x / scale + zero).clamp(qmin, qmax);
+        let q = if c > qmin && c < qmax { c + r } else { c };
+        (q - zero) * scale
+    }
+
+    #[test]
+    fn gradients_are_those_of_finite_differences_for_every_type() {
+        for qtype in QuantType::ALL {
+            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
+                let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) };
+                let zero = if mapping == Mapping::Symmetric { 0 } else { qtype.qmin() + 1 };
+                let p = QParams { scale: 0.25, zero };
+                let (lo, hi) = (qtype.qmin() - zero, qtype.qmax() - zero);
+                let (mut inside, mut outside) = (0, 0);
+                for i in -400..400 {
+                    let x = 0.25
+                        * (lo.max(-20) as f32 - 2.0 + (hi.min(20) - lo.max(-20) + 4) as f32 * (i + 400) as f32 / 800.0)
+                        + 0.003;
+                    let (c, s) = (f64::from(x) / 0.25 + f64::from(zero), 0.25f64);
+                    let (qmin, qmax) = (f64::from(qtype.qmin()), f64::from(qtype.qmax()));
+                    if (c - qmin).abs() < 1e-3 || (c - qmax).abs() < 1e-3 {
+                        continue;
+                    }
+                    if c > qmin && c < qmax {
+                        inside += 1
+                    } else {
+                        outside += 1
+                    }
+                    let r = c.round_ties_even() - c;
+                    let h = 1e-6;
+                    let f =
+                        |dx: f64, ds: f64, dz: f64| relaxed(&args, f64::from(x) + dx, s + ds, f64::from(zero) + dz, r);
+                    let slope = [
+                        (f(h, 0.0, 0.0) - f(-h, 0.0, 0.0)) / (2.0 * h),
+                        (f(0.0, h, 0.0) - f(0.0, -h, 0.0)) / (2.0 * h),
+                        (f(0.0, 0.0, h) - f(0.0, 0.0, -h)) / (2.0 * h),
+                    ];
+                    for (a, b) in args.learned_gradients(x, p).into_iter().zip(slope) {
+                        assert!((f64::from(a) - b).abs() < 1e-4 * (1.0 + b.abs()), "{args:?} {x}: {a} against {b}");
+                    }
+                }
+                assert!(inside > 100 && (outside > 50 || qtype == QuantType::Int8), "{qtype:?} {inside} {outside}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_ships_is_stored_exactly_and_never_zero() {
+        for dtype in FloatType::ALL {
+            let args = QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerTensor, dtype) };
+            for (scale, zero) in [(0.1, 3.4), (-0.1, 99.0), (0.0, -99.0), (1e-30, 0.5), (0.333, -2.5)] {
+                let p = args.learned_qparams(scale, zero);
+                assert!(p.scale > 0.0 && dtype.round(p.scale) == p.scale && (-8..=7).contains(&p.zero), "{p:?}");
+            }
+            assert_eq!(args.learned_qparams(0.5, 2.5), QParams { scale: 0.5, zero: 2 });
+            assert!(args.learned_qparams(f32::NAN, 0.0).scale.is_nan());
+        }
+        assert_eq!(QuantArgs::int4(Granularity::PerTensor, FloatType::F32).learned_qparams(0.5, 2.5).zero, 0);
+    }
+}
