@@ -4,6 +4,8 @@
 
 mod calibrated;
 
+use calibrated::Calibrated;
+
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
     Checkpoint, Dtype, ExportTensor, FolderWriter, LinearSpec, LinearWeight, ModelConfig, Proof, SourceRecord,
@@ -85,6 +87,9 @@ enum Method {
     Gptq,
     /// Scale input columns by their magnitude in --calib, then round to nearest.
     Awq,
+    /// Train weights, scales and zero points on the grid against the float model, from GPTQ's codes on: block by block,
+    /// then (--steps) all together.
+    Blockwise,
 }
 
 /// A layer after quantization, with the groups that carry nothing and how it fits the calibration text.
@@ -108,12 +113,17 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let (layers, norms, about) = match args.method {
-        Method::Rtn => (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), None),
-        Method::Gptq | Method::Awq => {
+    let (layers, norms, about, trained) = match args.method {
+        Method::Rtn => (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), None, None),
+        Method::Gptq | Method::Awq | Method::Blockwise => {
             let text = args.calibration.read(&ckpt)?;
-            let (layers, norms) = calibrated::quantize(&args, global, &ckpt, &config, &specs, &text)?;
-            (layers, norms, Some(text.about(args.method)))
+            let Calibrated { layers, norms, trained } =
+                calibrated::quantize(&args, global, &ckpt, &config, &specs, &text)?;
+            let mut about = text.about(args.method);
+            if let (Some(trained), Some(about)) = (&trained, about.as_object_mut()) {
+                about.extend(trained.about().as_object().cloned().unwrap_or_default());
+            }
+            (layers, norms, Some(about), trained)
         }
     };
     let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
@@ -124,7 +134,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     tensors.extend(norms);
     tensors.extend(floats);
     let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
-    report(&args, global, &proof, &degenerate, &fits, about);
+    report(&args, global, &proof, &degenerate, &fits, about, trained.map(|t| t.notes()).unwrap_or_default());
     Ok(0)
 }
 
@@ -352,6 +362,7 @@ fn report(
     degenerate: &[(String, usize)],
     fits: &[(String, Fit)],
     about: Option<Value>,
+    training: Vec<String>,
 ) {
     // Rescaled norms have a source too.
     let quantized = proof.tensors.iter().filter(|t| t.became == "quantized");
@@ -401,7 +412,7 @@ fn report(
     if let Some((t, s)) = layers.iter().max_by(|a, b| a.1.relative_error.total_cmp(&b.1.relative_error)) {
         output::line(format!("  largest {:.4} in {}", s.relative_error, printable(&t.name)));
     }
-    for note in calibrated::notes(args.method, fits) {
+    for note in calibrated::notes(args.method, fits).into_iter().chain(training) {
         output::line(note);
     }
     for (module, groups) in degenerate {

@@ -158,7 +158,7 @@ fn gptq_and_awq_lower_the_output_error_and_are_proven() {
 #[test]
 fn any_number_of_threads_writes_the_same_bytes() {
     let case = Case::new();
-    for method in ["gptq", "awq"] {
+    for method in ["gptq", "awq", "blockwise"] {
         let run = |threads: &str| {
             let more = ["--method", method, "--group-size", "32", "--threads", threads, "--overwrite"];
             case.quantize("out", &more);
@@ -202,7 +202,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
     let (model, calib, out) = (case.at("model"), case.at("calib.txt"), case.at("out"));
     let (model, calib) = (text(&model), text(&calib));
     let none = case.at("none.txt");
-    for method in ["gptq", "awq"] {
+    for method in ["gptq", "awq", "blockwise"] {
         // No model is opened for this one.
         fails(&["quantize", "no-such-model", "--method", method], &out, 2, &["--calib", method, "got none"]);
         let with =
@@ -219,7 +219,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
         fails(&with(&few), &out, 2, &["--calib-tokens", "101", "got 100"]);
     }
     for option in ["--calib", "--calib-tokens", "--calib-context"] {
-        fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq or awq"]);
+        fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq, awq or blockwise"]);
     }
     for (bytes, words) in [(&b""[..], ["at least 32768", "got 0"]), (b"abc\xff", ["byte 3", "UTF-8"])] {
         std::fs::write(&none, bytes).unwrap();
@@ -238,7 +238,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
 fn f088_activations_that_overflow_are_named() {
     let case = Case::new();
     case.set("model.layers.1.post_attention_layernorm.weight", 1e30);
-    for method in ["gptq", "awq"] {
+    for method in ["gptq", "awq", "blockwise"] {
         let words = ["model.layers.1.mlp.gate_proj", "inf"];
         fails(
             &case.short(method, &["--scale-dtype", "f32"]).each_ref().map(String::as_str),
@@ -253,7 +253,7 @@ fn f088_activations_that_overflow_are_named() {
 fn c005_scales_that_overflow_name_tensor_group_and_value() {
     let case = Case::new();
     case.set("model.layers.0.self_attn.q_proj.weight", 6e5);
-    for method in ["gptq", "awq"] {
+    for method in ["gptq", "awq", "blockwise"] {
         let args = case.short(method, &["--scale-dtype", "f16"]);
         let words = ["model.layers.0.self_attn.q_proj.weight", "group 0", "6e5", "bf16"];
         fails(&args.each_ref().map(String::as_str), &case.at("out"), 6, &words);
@@ -282,7 +282,7 @@ fn a_gguf_file_is_calibrated_with_its_own_tokenizer() {
     let Some(model) = smollm2() else { return };
     let dir = tempfile::tempdir().unwrap();
     let calib = root("recipes/data/pydoc/train.txt");
-    for method in ["gptq", "awq"] {
+    for method in ["gptq", "awq", "blockwise"] {
         let out = dir.path().join(method);
         // The first of thirty layers; the others pass in float.
         let seen = works(&[

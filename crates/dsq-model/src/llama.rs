@@ -108,6 +108,13 @@ impl Layer {
         Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp })
     }
 
+    /// Excludes the norms from training.
+    pub fn freeze_norms(mut self) -> Self {
+        self.input_layernorm = self.input_layernorm.no_grad();
+        self.post_attention_layernorm = self.post_attention_layernorm.no_grad();
+        self
+    }
+
     /// The residual stream after the layer, from that before it, `[b, t, d]`.
     pub fn forward(&self, x: Tensor<3>, batch: &Sequences) -> Tensor<3> {
         let attended = self.o_input(self.qkv_input(x.clone()), batch);
@@ -247,6 +254,15 @@ impl Llama {
         };
         let embed_tokens = Embedding::from_values(embed, [c.vocab_size, d], device);
         Ok(Self { embed_tokens, layers, norm, lm_head, config: config.clone() })
+    }
+
+    /// Excludes everything that is never quantized from training: embedding, norms and the head.
+    pub fn freeze_floats(mut self) -> Self {
+        self.embed_tokens = self.embed_tokens.no_grad();
+        self.norm = self.norm.no_grad();
+        self.lm_head = self.lm_head.map(Module::no_grad);
+        self.layers = self.layers.into_iter().map(Layer::freeze_norms).collect();
+        self
     }
 
     /// The architecture.

@@ -5,8 +5,8 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
 use dsq_train::{
-    AdamW, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, Phase, Progress, RunDir,
-    TrainError, train_lm,
+    AdamW, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, ParamGroup, Phase,
+    Progress, RunDir, TrainError, train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,10 @@ fn ten_steps_are_those_of_torch() {
         assert!((value - want).abs() < 2e-4 * want, "step {step}: {value} against {want}");
         let grads = NamedGradients::take(&model, loss.backward());
         let norm = grads.norm();
-        model = optimizer.step(model, &grads, number("lr"), norm, f64::MAX, |_, _| number("weight_decay"));
+        model = optimizer.step(model, &grads, number("lr"), norm, f64::MAX, |_, _, _| ParamGroup {
+            rate: 1.0,
+            decay: number("weight_decay"),
+        });
     }
     assert_eq!(optimizer.updates(), losses.len() as u64);
 }
@@ -61,7 +64,7 @@ fn weights_after_ten_steps_are_near_those_of_torch() {
         let loss = model.loss(ids.clone(), labels.clone(), 4, 96);
         let grads = NamedGradients::take(&model, loss.backward());
         let norm = grads.norm();
-        model = optimizer.step(model, &grads, lr, norm, f64::MAX, |_, _| 0.1);
+        model = optimizer.step(model, &grads, lr, norm, f64::MAX, |_, _, _| ParamGroup { rate: 1.0, decay: 0.1 });
     }
     let bytes = std::fs::read(golden("llama_tiny_training/training.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();

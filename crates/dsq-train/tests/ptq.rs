@@ -6,7 +6,9 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::Embedding;
 use dsq_model::{Layer, Llama, Sequences};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, WeightObserver};
-use dsq_train::ptq::{Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, gptq_quantize, quantize_llama};
+use dsq_train::ptq::{
+    Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Tuning, gptq_quantize, quantize_llama,
+};
 use dsq_train::{TrainError, qat};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -36,7 +38,8 @@ fn calibration(n: usize, context: usize) -> Calibration {
 }
 
 fn run(ckpt: &Checkpoint, config: &QuantConfig, method: PtqMethod, float_dtype: Option<FloatType>) -> PtqOutcome {
-    let settings = PtqSettings { config, method, float_dtype };
+    let tuning = Tuning { steps: 3, ..Tuning::default() };
+    let settings = PtqSettings { config, method, float_dtype, tuning };
     let (mut last, mut total) = (0, 0);
     let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
         assert!(p.done > last && p.done <= p.total);
@@ -77,7 +80,7 @@ fn gptq_is_truly_sequential() {
                     gptq_quantize(&linear.values(), n, k, &h, Some(&factor), quant.scheme.weights).unwrap();
                 let got = done.next().unwrap();
                 assert_eq!(got.module, format!("model.layers.{i}.{name}"));
-                assert!(got.matrix == want && got.fit == fit, "{}", got.module);
+                assert!(got.matrix == want && got.fit == Some(fit), "{}", got.module);
                 linear.set_values(want.dequantize());
             }
         };
@@ -162,7 +165,7 @@ fn every_method_and_grid_stays_near_the_float_model() {
             let mut quant = config("W4A16", granularity, &["lm_head"]);
             quant.scheme.weights.mapping = mapping;
             quant.scheme.weights.observer = WeightObserver::Mse;
-            for method in [PtqMethod::Gptq, PtqMethod::Awq] {
+            for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
                 let outcome = run(&ckpt, &quant, method, None);
                 outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
                 let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
@@ -177,7 +180,7 @@ fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
     let ckpt = golden("llama_tiny_untied");
     // Only up_proj of layer 1 and the head.
     let quant = config("W4A16", Granularity::PerGroup(16), &["re:.*layers\\.0.*", "re:.*(attn|gate|down).*"]);
-    for method in [PtqMethod::Gptq, PtqMethod::Awq] {
+    for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
         let outcome = run(&ckpt, &quant, method, None);
         let names: Vec<&str> = outcome.linears.iter().map(|l| l.module.as_str()).collect();
         assert_eq!(names, ["model.layers.1.mlp.up_proj", "lm_head"]);
@@ -189,10 +192,32 @@ fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
 fn c022_f084_a_group_size_that_does_not_divide_names_the_layer() {
     let ckpt = golden("llama_tiny");
     let quant = config("W4A16", Granularity::PerGroup(20), &["lm_head"]);
-    for method in [PtqMethod::Gptq, PtqMethod::Awq] {
-        let settings = PtqSettings { config: &quant, method, float_dtype: None };
+    for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
+        let settings = PtqSettings { config: &quant, method, float_dtype: None, tuning: Tuning::default() };
         let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
         assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.self_attn.q_proj"), "{e}");
         assert_eq!(e.exit_code(), 2);
+    }
+}
+
+#[test]
+fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
+    let ckpt = golden("llama_tiny");
+    let float = logits(&ckpt, None, false);
+    for (scheme, mapping) in
+        [("W4A16", Mapping::Symmetric), ("W3A16", Mapping::Asymmetric), ("W2A16", Mapping::Symmetric)]
+    {
+        let mut quant = config(scheme, Granularity::PerGroup(32), &["lm_head"]);
+        quant.scheme.weights.mapping = mapping;
+        quant.scheme.weights.observer = WeightObserver::Mse;
+        let of = |method| run(&ckpt, &quant, method, None);
+        let (gptq, trained) = (of(PtqMethod::Gptq), of(PtqMethod::Blockwise));
+        let [a, b] = [&gptq, &trained].map(|o| distance(&float, &logits(&ckpt, Some(o), true)));
+        assert!(b < a, "{scheme}: GPTQ {a}, block-wise {b}");
+        // What is told is true: GPTQ's codes where a block is not better, and never a worse block.
+        assert_eq!(trained.blocks.len(), 2);
+        assert!(trained.blocks.iter().all(|f| f.kept == (f.after < f.before)), "{:?}", trained.blocks);
+        assert!(trained.blocks.iter().any(|f| f.kept) && trained.end_to_end.is_some());
+        trained.linears.iter().for_each(|l| l.matrix.validate().unwrap());
     }
 }

@@ -7,7 +7,9 @@ use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, Mode
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use dsq_runtime::{Specials, TextTokenizer};
 use dsq_train::TrainError;
-use dsq_train::ptq::{self, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings};
+use dsq_train::ptq::{
+    self, BlockFit, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Tuning,
+};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;
@@ -20,7 +22,7 @@ const DEFAULT_CONTEXT: usize = 512;
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq and awq, UTF-8, of the kind that the model will see. What is measured on this text
+    /// Text for --method gptq, awq and blockwise, UTF-8, of the kind that the model will see. What is measured on this text
     /// afterwards says little.
     #[arg(long, value_name = "FILE")]
     calib: Option<PathBuf>,
@@ -30,6 +32,20 @@ pub(super) struct CalibrationArgs {
     /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     calib_context: Option<usize>,
+    /// Passes over the windows for each block, with --method blockwise.
+    #[arg(long, value_name = "N", default_value_t = Tuning::default().epochs)]
+    epochs: usize,
+    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens.
+    #[arg(long, value_name = "N", default_value_t = Tuning::default().steps)]
+    steps: usize,
+    #[arg(long, hide = true, default_value_t = Tuning::default().weight_rate)]
+    weight_rate: f64,
+    #[arg(long, hide = true, default_value_t = Tuning::default().scale_rate)]
+    scale_rate: f64,
+    #[arg(long, hide = true, default_value_t = Tuning::default().end_weight_rate)]
+    end_weight_rate: f64,
+    #[arg(long, hide = true, default_value_t = Tuning::default().end_scale_rate)]
+    end_scale_rate: f64,
 }
 
 /// The calibration text of a model.
@@ -57,6 +73,7 @@ fn name(method: Method) -> &'static str {
         Method::Rtn => "rtn",
         Method::Gptq => "gptq",
         Method::Awq => "awq",
+        Method::Blockwise => "blockwise",
     }
 }
 
@@ -76,7 +93,7 @@ impl CalibrationArgs {
                 ];
                 match given.iter().find(|(_, given)| *given) {
                     Some((option, _)) => Err(CliError::usage(format!(
-                        "{option}: rounding to nearest looks at no text; expected --method gptq or awq, got rtn"
+                        "{option}: rounding to nearest looks at no text; expected --method gptq, awq or blockwise, got rtn"
                     ))),
                     None => Ok(()),
                 }
@@ -127,6 +144,65 @@ impl CalibrationArgs {
     }
 }
 
+/// What a method made of a model.
+pub(super) struct Calibrated {
+    /// The layers that the scheme names.
+    pub(super) layers: Vec<Layer>,
+    /// Norms that had to change with them.
+    pub(super) norms: Vec<ExportTensor>,
+    /// What block-wise training did.
+    pub(super) trained: Option<Trained>,
+}
+
+/// What block-wise training was told and what it did.
+pub(super) struct Trained {
+    tuning: Tuning,
+    blocks: Vec<BlockFit>,
+    end_to_end: Option<[f64; 2]>,
+}
+
+impl Trained {
+    /// For `--json`.
+    pub(super) fn about(&self) -> Value {
+        let blocks: Vec<_> = self
+            .blocks
+            .iter()
+            .map(|b| json!({"layer": b.layer, "error_gptq": b.before, "error": b.after, "kept": b.kept}))
+            .collect();
+        json!({
+            "epochs": self.tuning.epochs,
+            "steps": self.tuning.steps,
+            "seed": self.tuning.seed,
+            "blocks": blocks,
+            "divergence_first": self.end_to_end.map(|d| d[0]),
+            "divergence_last": self.end_to_end.map(|d| d[1]),
+        })
+    }
+
+    /// For a person.
+    pub(super) fn notes(&self) -> Vec<String> {
+        let mut out = Vec::new();
+        let shares: Vec<f64> =
+            self.blocks.iter().filter(|b| b.before > 0.0).map(|b| b.after.min(b.before) / b.before).collect();
+        if !shares.is_empty() {
+            let mean = shares.iter().sum::<f64>() / shares.len() as f64;
+            out.push(format!(
+                "squared error of the blocks' outputs: {mean:.3} of that of GPTQ's codes (mean over blocks)"
+            ));
+        }
+        for b in self.blocks.iter().filter(|b| !b.kept) {
+            let (layer, after, before) = (b.layer, b.after, b.before);
+            out.push(format!("note: block {layer} keeps GPTQ's codes: training gave {after:.5}, they {before:.5}"));
+        }
+        if let Some([first, last]) = self.end_to_end {
+            out.push(format!(
+                "end to end, on the calibration text: divergence from the float model {first:.4} to {last:.4}"
+            ));
+        }
+        out
+    }
+}
+
 /// Quantizes the layers that the scheme names, and what had to change with them.
 pub(super) fn quantize(
     args: &Args,
@@ -135,8 +211,22 @@ pub(super) fn quantize(
     config: &QuantConfig,
     specs: &[LinearSpec],
     text: &Text,
-) -> Result<(Vec<Layer>, Vec<ExportTensor>), CliError> {
-    let method = if args.method == Method::Awq { PtqMethod::Awq } else { PtqMethod::Gptq };
+) -> Result<Calibrated, CliError> {
+    let method = match args.method {
+        Method::Awq => PtqMethod::Awq,
+        Method::Blockwise => PtqMethod::Blockwise,
+        Method::Rtn | Method::Gptq => PtqMethod::Gptq,
+    };
+    let c = &args.calibration;
+    let tuning = Tuning {
+        epochs: c.epochs,
+        weight_rate: c.weight_rate,
+        scale_rate: c.scale_rate,
+        steps: c.steps,
+        end_weight_rate: c.end_weight_rate,
+        end_scale_rate: c.end_scale_rate,
+        seed: 0,
+    };
     let float_dtype = args.dtype.or(default_dtype(ckpt));
     let layers = match ckpt.config() {
         ModelConfig::Llama(c) => c.num_hidden_layers,
@@ -148,7 +238,7 @@ pub(super) fn quantize(
         bar.set_message(format!("layer {} of {layers}", (p.layer + 1).min(layers)));
         bar.set_position(p.done as u64);
     };
-    let settings = PtqSettings { config, method, float_dtype };
+    let settings = PtqSettings { config, method, float_dtype, tuning };
     let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {
@@ -158,6 +248,7 @@ pub(super) fn quantize(
         }
         other => CliError::from(other),
     })?;
+    let trained = Trained { tuning, blocks: outcome.blocks, end_to_end: outcome.end_to_end };
     let mut layers = Vec::new();
     for linear in outcome.linears {
         let Some(spec) = specs.iter().find(|s| s.module == linear.module) else {
@@ -166,7 +257,7 @@ pub(super) fn quantize(
         layers.push(layer(args, ckpt, spec, linear)?);
     }
     let norms = outcome.norms.into_iter().map(|n| norm(ckpt, n)).collect::<Result<_, _>>()?;
-    Ok((layers, norms))
+    Ok(Calibrated { layers, norms, trained: (method == PtqMethod::Blockwise).then_some(trained) })
 }
 
 fn layer(args: &Args, ckpt: &Checkpoint, spec: &LinearSpec, linear: PtqLinear) -> Result<Layer, CliError> {
@@ -185,7 +276,7 @@ fn layer(args: &Args, ckpt: &Checkpoint, spec: &LinearSpec, linear: PtqLinear) -
         .len();
     let shape = spec.shape.clone();
     let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source: Some(source) };
-    Ok(Layer { tensor, degenerate, fit: Some(fit) })
+    Ok(Layer { tensor, degenerate, fit })
 }
 
 /// A changed norm. Its record compares what is stored with the source as it is: the scales lie in the layers after it.
@@ -224,7 +315,7 @@ pub(super) fn notes(method: Method, fits: &[(String, Fit)]) -> Vec<String> {
             out.push(format!("note: {module}: {n} inputs were 0 in all calibration tokens; their weights are rounded"));
         }
         match fit.damping {
-            _ if method != Method::Gptq => {}
+            _ if method == Method::Awq => {}
             None => out.push(format!(
                 "warning: {module}: the Hessian could not be factored at any damping up to {}; rounded to nearest",
                 ptq::dampings().last().unwrap_or_default()

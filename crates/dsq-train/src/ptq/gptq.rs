@@ -155,13 +155,26 @@ pub fn quantize(
     factor: Option<&Factor>,
     args: QuantArgs,
 ) -> Result<(QuantizedMatrix, Fit), QuantError> {
+    quantize_and_targets(w, n, k, h, factor, args).map(|(matrix, fit, _)| (matrix, fit))
+}
+
+/// [`quantize`], and the values that were rounded: the weights with the errors of the columns before them added, `[n, k]`.
+/// Rounded to nearest they are the codes, so training can start from them.
+pub(super) fn quantize_and_targets(
+    w: &[f32],
+    n: usize,
+    k: usize,
+    h: &Hessian,
+    factor: Option<&Factor>,
+    args: QuantArgs,
+) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
     let params = qparams(w, n, k, args)?;
     let mut matrix = QuantizedMatrix::quantize_with(w, n, k, args, &params)?;
     let plain = row_errors(w, &matrix, h);
     let rtn_error = plain.iter().sum();
     let mut fit = Fit { error: rtn_error, rtn_error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };
-    let Some(factor) = factor else { return Ok((matrix, fit)) };
-    let chosen = choose(w, n, k, factor, args, &params, &matrix);
+    let Some(factor) = factor else { return Ok((matrix, fit, w.to_vec())) };
+    let (chosen, mut targets) = choose(w, n, k, factor, args, &params, &matrix);
     let rounded = std::mem::replace(&mut matrix.codes, chosen);
     let chosen = row_errors(w, &matrix, h);
     (fit.error, fit.plain_rows, fit.damping) = (0.0, 0, Some(factor.damping));
@@ -173,11 +186,12 @@ pub fn quantize(
         let row = r * k..(r + 1) * k;
         // A row that GPTQ leaves as rounding has it is no loss.
         fit.plain_rows += usize::from(matrix.codes[row.clone()] != rounded[row.clone()]);
-        matrix.codes[row.clone()].copy_from_slice(&rounded[row]);
+        matrix.codes[row.clone()].copy_from_slice(&rounded[row.clone()]);
+        targets[row.clone()].copy_from_slice(&w[row]);
         fit.error += plain;
     }
     matrix.validate()?;
-    Ok((matrix, fit))
+    Ok((matrix, fit, targets))
 }
 
 /// The output error of each row.
@@ -187,7 +201,7 @@ fn row_errors(w: &[f32], matrix: &QuantizedMatrix, h: &Hessian) -> Vec<f64> {
     h.output_errors(&errors)
 }
 
-/// GPTQ's codes, `[n, k]`.
+/// GPTQ's codes and what they were rounded from, `[n, k]`.
 fn choose(
     w: &[f32],
     n: usize,
@@ -196,7 +210,7 @@ fn choose(
     args: QuantArgs,
     params: &[QParams],
     grid: &QuantizedMatrix,
-) -> Vec<i8> {
+) -> (Vec<i8>, Vec<f32>) {
     let Factor { order, coupling, .. } = factor;
     let g = grid.group_len().max(1);
     // Weights in the order of the walk, to which the errors of earlier columns are added.
@@ -227,7 +241,11 @@ fn choose(
             });
         }
     }
-    codes
+    let mut targets = vec![0.0f32; n * k];
+    targets.par_chunks_mut(k.max(1)).zip(target.par_chunks(k.max(1))).for_each(|(out, target)| {
+        order.iter().zip(target).for_each(|(&c, &t)| out[c] = t);
+    });
+    (codes, targets)
 }
 
 /// [`QuantizedMatrix::qparams_of`], some rows a task.

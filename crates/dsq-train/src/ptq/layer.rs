@@ -2,7 +2,7 @@
 //! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
 
 use super::awq::{self, Consumer};
-use super::{Factor, Fit, Hessian, PtqLinear, PtqNorm, Rescale, Run, gptq};
+use super::{Factor, Fit, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, gptq};
 use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
@@ -40,10 +40,13 @@ impl Run<'_> {
             let module = self.module(part);
             let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
             let [n, k] = linear.weight.dims();
-            let (matrix, fit) = gptq::quantize(&linear.values(), n, k, &h, factor.as_ref(), args)
+            let (matrix, fit, targets) = gptq::quantize_and_targets(&linear.values(), n, k, &h, factor.as_ref(), args)
                 .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
-            self.outcome.linears.push(PtqLinear { module, matrix, fit, rescale: None });
+            if self.settings.method == PtqMethod::Blockwise {
+                self.starts.push((part, targets));
+            }
+            self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale: None });
         }
         Ok(())
     }
@@ -150,15 +153,18 @@ impl Run<'_> {
             let matrix = round(&linear.values()).map_err(quant)?;
             linear.set_values(matrix.dequantize());
             let plain = round(&linear_work.original).map_err(quant)?;
-            let mut done = PtqLinear { module: module.clone(), matrix, fit: Fit::default(), rescale: None };
+            let mut done = PtqLinear { module: module.clone(), matrix, fit: None, rescale: None };
             done.rescale = linear_work.rescale.clone();
             let error = |values: Vec<f32>| -> f64 {
                 let errors: Vec<f32> = linear_work.original.iter().zip(values).map(|(w, v)| w - v).collect();
                 h.output_errors(&errors).iter().sum()
             };
-            done.fit.error = error(done.values());
-            done.fit.rtn_error = error(plain.dequantize());
-            done.fit.dead_columns = h.dead_columns();
+            done.fit = Some(Fit {
+                error: error(done.values()),
+                rtn_error: error(plain.dequantize()),
+                dead_columns: h.dead_columns(),
+                ..Fit::default()
+            });
             self.outcome.linears.push(done);
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! Post-training quantization of a Llama with calibration data: GPTQ (`gptq.rs`) and AWQ (`awq.rs`). One layer of the
+//! Post-training quantization of a Llama with calibration data: GPTQ (`gptq.rs`), AWQ (`awq.rs`), and training of weights,
+//! scales and zero points on the grid, block by block and then end to end (`blockwise.rs`). But for the last, one layer of the
 //! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
 //! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
 //! `QuantizedMatrix::quantize`), not the export.
@@ -9,11 +10,13 @@
 //! before v and up are rounded.)
 
 mod awq;
+mod blockwise;
 mod calibration;
 mod gptq;
 mod hessian;
 mod layer;
 
+pub use blockwise::{BlockFit, Tuning};
 pub use calibration::Calibration;
 pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
@@ -33,12 +36,14 @@ pub enum PtqMethod {
     Gptq,
     /// Rounded to nearest after input columns were scaled by the magnitude of their inputs.
     Awq,
+    /// By training, from GPTQ's codes on: see [`Tuning`].
+    Blockwise,
 }
 
 /// How far a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PtqProgress {
-    /// Batches done, over all walks of all layers.
+    /// Batches done, over all walks of all layers, and steps of the training after them.
     pub done: usize,
     /// All of them.
     pub total: usize,
@@ -53,8 +58,8 @@ pub struct PtqLinear {
     pub module: String,
     /// What ships.
     pub matrix: QuantizedMatrix,
-    /// How well it fits the calibration data.
-    pub fit: Fit,
+    /// How well it fits the calibration data; `None` for a layer that was trained further.
+    pub fit: Option<Fit>,
     /// What AWQ multiplied the weight by before it was rounded; `None`: nothing.
     pub rescale: Option<Rescale>,
 }
@@ -105,6 +110,10 @@ pub struct PtqOutcome {
     pub linears: Vec<PtqLinear>,
     /// Norms that AWQ changed.
     pub norms: Vec<PtqNorm>,
+    /// What block-wise training did, block by block.
+    pub blocks: Vec<BlockFit>,
+    /// Mean divergence from the float model (nats a token) in the first and the last tenth of the end-to-end steps.
+    pub end_to_end: Option<[f64; 2]>,
 }
 
 /// What is quantized, and how.
@@ -116,6 +125,8 @@ pub struct PtqSettings<'a> {
     pub method: PtqMethod,
     /// Dtype in which float tensors will be stored; `None`: as the source stores them.
     pub float_dtype: Option<FloatType>,
+    /// For [`PtqMethod::Blockwise`].
+    pub tuning: Tuning,
 }
 
 /// Walks of the batches through a layer: one for the inputs of each of the four sets of linears, one to pass its attention
@@ -145,10 +156,14 @@ pub fn quantize_llama(
         match settings.method {
             PtqMethod::Gptq => run.gptq_layer(layer)?,
             PtqMethod::Awq => run.awq_layer(layer)?,
+            PtqMethod::Blockwise => run.blockwise_layer(layer)?,
         }
     }
     run.progress.layer = model.num_hidden_layers;
     run.head()?;
+    if settings.method == PtqMethod::Blockwise && settings.tuning.steps > 0 {
+        run.end_to_end(calibration)?;
+    }
     Ok(run.outcome)
 }
 
@@ -169,6 +184,12 @@ struct Run<'a> {
     settings: PtqSettings<'a>,
     /// The residual stream of each batch.
     stream: Vec<(Sequences, Tensor<3>)>,
+    /// The same in the float model, for block-wise training.
+    float_stream: Vec<Tensor<3>>,
+    /// Where the training of the layer at work starts: what GPTQ rounded, by part.
+    starts: Vec<(&'static str, Vec<f32>)>,
+    /// Trained weights before they are rounded, by module, kept for the end-to-end steps.
+    latents: Vec<(String, Vec<f32>)>,
     progress: PtqProgress,
     on_progress: &'a mut dyn FnMut(&PtqProgress),
     outcome: PtqOutcome,
@@ -193,9 +214,19 @@ impl<'a> Run<'a> {
             let batch = like.unwrap_or_else(|| Sequences::new(model, b, t));
             stream.push((batch, embedding.forward(Arc::new(ids), b)));
         }
-        let walks = model.num_hidden_layers * WALKS + usize::from(settings.config.scheme_for("lm_head").is_some());
-        let progress = PtqProgress { done: 0, total: walks * stream.len(), layer: 0 };
-        Ok(Self { checkpoint, model, settings, stream, progress, on_progress, outcome: PtqOutcome::default() })
+        let (tuned, steps) = match settings.method {
+            PtqMethod::Blockwise => (settings.tuning.walks(), settings.tuning.steps),
+            PtqMethod::Gptq | PtqMethod::Awq => (0, 0),
+        };
+        let walks =
+            model.num_hidden_layers * (WALKS + tuned) + usize::from(settings.config.scheme_for("lm_head").is_some());
+        let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
+        let float_stream = match settings.method {
+            PtqMethod::Blockwise => stream.iter().map(|(_, x)| x.clone()).collect(),
+            PtqMethod::Gptq | PtqMethod::Awq => Vec::new(),
+        };
+        let (starts, latents, outcome) = (Vec::new(), Vec::new(), PtqOutcome::default());
+        Ok(Self { checkpoint, model, settings, stream, float_stream, starts, latents, progress, on_progress, outcome })
     }
 
     /// The grid of a layer of the model, if it gets one.
@@ -282,12 +313,12 @@ impl<'a> Run<'a> {
         }
         let w = self.checkpoint.linear(&module)?.into_f32();
         let factor = match self.settings.method {
-            PtqMethod::Gptq => Factor::new(&h),
+            PtqMethod::Gptq | PtqMethod::Blockwise => Factor::new(&h),
             PtqMethod::Awq => None,
         };
         let (matrix, fit) = gptq_quantize(&w, n, k, &h, factor.as_ref(), args)
             .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
-        self.outcome.linears.push(PtqLinear { module, matrix, fit, rescale: None });
+        self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale: None });
         Ok(())
     }
 }

@@ -132,7 +132,7 @@ fn codes_are_those_of_the_papers_algorithm_in_f64_for_every_scheme() {
     for a in every_scheme() {
         let params = qparams(&w, n, k, a).unwrap();
         let grid = QuantizedMatrix::quantize_with(&w, n, k, a, &params).unwrap();
-        let got = choose(&w, n, k, &factor, a, &params, &grid);
+        let (got, _) = choose(&w, n, k, &factor, a, &params, &grid);
         let want = reference(&w, n, k, &h, a);
         // A target may lie so near the middle of two codes that f32 and f64 choose differently; from there on that row
         // differs. At eight bits this is likelier: steps are 16 times smaller against the same rounding of f32.
@@ -285,7 +285,7 @@ fn c017_codes_of_grouped_layers_need_no_group_index() {
     let a = args(Granularity::PerGroup(g));
     let params = qparams(&w, n, k, a).unwrap();
     let rtn = QuantizedMatrix::quantize(&w, n, k, a).unwrap();
-    assert_eq!(choose(&w, n, k, &factor, a, &params, &rtn), rtn.codes);
+    assert_eq!(choose(&w, n, k, &factor, a, &params, &rtn).0, rtn.codes);
     assert_eq!(quantize(&w, n, k, &h, Some(&factor), a).unwrap().0, rtn);
 }
 
@@ -351,7 +351,7 @@ fn the_worked_example_of_the_documentation() {
     let params = [QParams { scale: 1.0, zero: 0 }];
     let rtn = QuantizedMatrix::quantize_with(&w, 1, 2, a, &params).unwrap();
     let factor = Factor::new(&h).unwrap();
-    let gptq = QuantizedMatrix { codes: choose(&w, 1, 2, &factor, a, &params, &rtn), ..rtn.clone() };
+    let gptq = QuantizedMatrix { codes: choose(&w, 1, 2, &factor, a, &params, &rtn).0, ..rtn.clone() };
     assert_eq!((&rtn.codes[..], &gptq.codes[..]), (&[0, 0][..], &[0, 1][..]));
     assert!((row_errors(&w, &rtn, &h)[0] - 0.8825).abs() < 1e-6);
     assert!((row_errors(&w, &gptq, &h)[0] - 0.1825).abs() < 1e-6);

@@ -1,0 +1,314 @@
+//! Quantization by training with little compute: first one block (layer of the model) at a time against the float block's
+//! outputs, then end to end against the float model's predictions. Weights, scales and zero points are trained on the grid
+//! that ships, and what was trained is exported, codes and scales. Not the training of a model from a recipe (see `lm`).
+//!
+//! A block starts at GPTQ's codes: its latent weights are the values that GPTQ rounded. Its inputs are the outputs of the
+//! quantized blocks before it, its targets those of the float block on float inputs, so it also makes up for what the
+//! blocks before it got wrong (Li et al., BRECQ, arXiv:2102.05426; Chen et al., EfficientQAT, arXiv:2407.11062). A block
+//! that training did not bring nearer to its targets keeps GPTQ's codes.
+
+use super::{Run, device};
+use crate::TrainError;
+use crate::adamw::{AdamW, NamedGradients, ParamGroup};
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+use dsq_model::{Layer, LearnedGrid, Llama, Sequences, Teacher};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::sync::Arc;
+
+/// How much is trained, and how fast.
+///
+/// Learning rates are relative: a step of Adam moves a weight by about `rate` times the root mean square of its matrix. They
+/// rise over the first twentieth of the steps and fall to zero along half a cosine.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Tuning {
+    /// Passes over the calibration windows for each block.
+    pub epochs: usize,
+    /// Learning rate of the weights of a block.
+    pub weight_rate: f64,
+    /// Learning rate of the scales and zero points of a block.
+    pub scale_rate: f64,
+    /// Steps of end-to-end training after the last block, one batch of windows each; 0: none.
+    pub steps: usize,
+    /// Learning rate of the weights in these steps; 0: only scales and zero points are trained.
+    pub end_weight_rate: f64,
+    /// Learning rate of scales and zero points in these steps.
+    pub end_scale_rate: f64,
+    /// Seed of the order of the batches.
+    pub seed: u64,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            epochs: 2,
+            weight_rate: 2e-3,
+            scale_rate: 1e-3,
+            steps: 0,
+            end_weight_rate: 1e-3,
+            end_scale_rate: 5e-4,
+            seed: 0,
+        }
+    }
+}
+
+impl Tuning {
+    /// Walks of the batches through a layer beyond those of GPTQ: targets, the error before and after, the epochs, and the
+    /// way on.
+    pub(super) fn walks(&self) -> usize {
+        self.epochs + 4
+    }
+}
+
+/// What training did to a block: the squared error of its outputs over the square of what the float block adds to its
+/// input, both summed over the calibration tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockFit {
+    /// Layer, from 0.
+    pub layer: usize,
+    /// With GPTQ's codes.
+    pub before: f64,
+    /// After training.
+    pub after: f64,
+    /// Whether the trained codes are kept.
+    pub kept: bool,
+}
+
+/// The share of the peak learning rate at step `step` (from 0) of `steps`.
+fn schedule(step: usize, steps: usize) -> f64 {
+    let warmup = (steps / 20).max(1);
+    if step < warmup {
+        return (step + 1) as f64 / warmup as f64;
+    }
+    let done = (step - warmup) as f64 / (steps - warmup).max(1) as f64;
+    0.5 * (1.0 + (std::f64::consts::PI * done).cos())
+}
+
+/// `count` indices in random order.
+fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(stream);
+    let mut order: Vec<usize> = (0..count).collect();
+    for i in (1..count).rev() {
+        order.swap(i, (rng.next_u64() % (i as u64 + 1)) as usize);
+    }
+    order
+}
+
+/// AdamW without decay for latent weights and grids.
+struct Tuner {
+    adam: AdamW,
+    weight_rate: f64,
+    scale_rate: f64,
+    largest_code: f64,
+}
+
+impl Tuner {
+    fn new(weight_rate: f64, scale_rate: f64, largest_code: f64) -> Self {
+        Self { adam: AdamW::new(0.9, 0.95, 1e-8), weight_rate, scale_rate, largest_code }
+    }
+
+    /// One update at `rate` of the peak; `None` when the gradient is not finite.
+    fn step<M: Module>(&mut self, module: M, loss: Tensor<1>, rate: f64) -> Option<M> {
+        let grads = NamedGradients::take(&module, loss.backward());
+        let norm = grads.norm();
+        if !norm.is_finite() {
+            return None;
+        }
+        let group = |path: &str, _: usize, values: &[f32]| {
+            let mean_square = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / values.len().max(1) as f64;
+            let rate = match path {
+                _ if path.ends_with("grid.zero") => self.scale_rate * self.largest_code,
+                _ if path.ends_with("grid.scale") => self.scale_rate * mean_square.sqrt(),
+                _ => self.weight_rate * mean_square.sqrt(),
+            };
+            ParamGroup { rate, decay: 0.0 }
+        };
+        // Adam does not know the size of a gradient: nothing to clip.
+        Some(self.adam.step(module, &grads, rate, norm, f64::INFINITY, group))
+    }
+}
+
+fn scalar(t: &Tensor<1>) -> f64 {
+    t.clone().into_data().try_to_vec::<f32>().map_or(f64::NAN, |v| f64::from(v[0]))
+}
+
+impl Run<'_> {
+    /// Quantizes one layer by GPTQ, trains it, and moves both residual streams past it.
+    pub(super) fn blockwise_layer(&mut self, float: Layer) -> Result<(), TrainError> {
+        let inputs = self.stream.clone();
+        let first = self.outcome.linears.len();
+        self.starts.clear();
+        self.gptq_layer(float.clone())?;
+        self.stream = inputs;
+
+        let mut targets = Vec::with_capacity(self.stream.len());
+        for i in 0..self.stream.len() {
+            targets.push(float.forward(self.float_stream[i].clone(), &self.stream[i].0));
+            self.tick(1);
+        }
+        if self.starts.is_empty() {
+            // The whole block stays in float.
+            self.advance(|x, batch| float.forward(x, batch));
+            self.tick((self.settings.tuning.walks() - 2) * self.stream.len());
+            self.float_stream = targets;
+            return Ok(());
+        }
+        let mut student = Layer::from_checkpoint(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
+        student = student.freeze_norms();
+        let mut largest_code = 1.0;
+        for (part, linear) in student.linears_mut() {
+            let module = self.module(part);
+            let start = self.starts.iter().position(|(p, _)| *p == part).map(|i| self.starts.swap_remove(i).1);
+            let done = self.outcome.linears[first..].iter().find(|l| l.module == module);
+            let (Some(start), Some(done)) = (start, done) else {
+                // A layer that stays in float is not trained either.
+                *linear = linear.clone().no_grad();
+                continue;
+            };
+            let args = done.matrix.args;
+            let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
+            linear.set_values(start);
+            linear.set_quant(Some(args));
+            linear.set_grid(LearnedGrid::new(&params, args.mapping, &Device::flex().autodiff()));
+            largest_code = f64::from(args.qtype.qmax());
+        }
+        let mut fit = BlockFit { layer: self.progress.layer, before: 0.0, after: 0.0, kept: false };
+        fit.before = self.block_error(&student, &targets);
+        let start = student.clone();
+        let trained = self.train_block(student, &targets, largest_code)?;
+        fit.after = self.block_error(&trained, &targets);
+        fit.kept = fit.after < fit.before;
+        let student = if fit.kept { trained } else { start };
+        self.outcome.blocks.push(fit);
+
+        let mut quantized = float;
+        for ((part, linear), (_, out)) in student.linears().into_iter().zip(quantized.linears_mut()) {
+            let module = self.module(part);
+            let quant = |source| TrainError::Quant { module: module.clone(), source };
+            let Some(matrix) = linear.quantized().map_err(quant)? else { continue };
+            out.set_values(matrix.dequantize());
+            if self.settings.tuning.steps > 0 {
+                self.latents.push((module.clone(), linear.values()));
+            }
+            if let Some(done) = self.outcome.linears[first..].iter_mut().find(|l| l.module == module) {
+                if fit.kept {
+                    done.fit = None;
+                }
+                done.matrix = matrix;
+            }
+        }
+        self.advance(|x, batch| quantized.forward(x, batch));
+        self.float_stream = targets;
+        Ok(())
+    }
+
+    /// The squared error of the outputs of `layer`, over what the float block adds to its input, squared.
+    fn block_error(&mut self, layer: &Layer, targets: &[Tensor<3>]) -> f64 {
+        let layer = layer.valid();
+        let (mut error, mut size) = (0.0f64, 0.0f64);
+        for i in 0..self.stream.len() {
+            let (batch, x) = &self.stream[i];
+            let y = layer.forward(x.clone(), batch);
+            error += scalar(&(y - targets[i].clone()).powi_scalar(2).sum());
+            size += scalar(&(targets[i].clone() - self.float_stream[i].clone()).powi_scalar(2).sum());
+            self.tick(1);
+        }
+        if size > 0.0 { error / size } else { 0.0 }
+    }
+
+    fn train_block(
+        &mut self,
+        mut student: Layer,
+        targets: &[Tensor<3>],
+        largest_code: f64,
+    ) -> Result<Layer, TrainError> {
+        let tuning = self.settings.tuning;
+        let mut tuner = Tuner::new(tuning.weight_rate, tuning.scale_rate, largest_code);
+        let steps = tuning.epochs * self.stream.len();
+        let tracked = |x: &Tensor<3>| x.clone().autodiff();
+        for step in 0..steps {
+            let epoch = step / self.stream.len();
+            let stream = (self.progress.layer * tuning.epochs + epoch) as u64;
+            let i = shuffled(self.stream.len(), tuning.seed, stream)[step % self.stream.len()];
+            let (batch, x): &(Sequences, Tensor<3>) = &self.stream[i];
+            let y = student.forward(tracked(x), batch);
+            let loss = (y - tracked(&targets[i])).powi_scalar(2).mean();
+            let value = scalar(&loss);
+            let (module, rate) = (student.clone(), schedule(step, steps));
+            let trained = if value.is_finite() { tuner.step(module, loss, rate) } else { None };
+            student = trained.ok_or_else(|| TrainError::Numerics {
+                what: format!("model.layers.{}: loss of block-wise training", self.progress.layer),
+                step: step as u64 + 1,
+                value,
+            })?;
+            self.tick(1);
+        }
+        Ok(student)
+    }
+
+    /// Trains all quantized layers together against the float model's predictions on the calibration windows.
+    pub(super) fn end_to_end(&mut self, calibration: &super::Calibration) -> Result<(), TrainError> {
+        // What the blocks needed is in the way of what this needs.
+        self.float_stream.clear();
+        self.stream.clear();
+        let tuning = self.settings.tuning;
+        if self.latents.is_empty() {
+            self.tick(tuning.steps);
+            return Ok(());
+        }
+        let teacher = Llama::from_checkpoint(self.checkpoint, &device())?;
+        let tracking = Device::flex().autodiff();
+        let mut student = Llama::from_checkpoint(self.checkpoint, &tracking)?.freeze_floats();
+        let mut latents = std::mem::take(&mut self.latents);
+        let mut largest_code = 1.0;
+        for (module, linear) in student.linears_mut() {
+            let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));
+            let done = self.outcome.linears.iter().find(|l| l.module == module);
+            let (Some(latent), Some(done)) = (latent, done) else {
+                *linear = linear.clone().no_grad();
+                continue;
+            };
+            let args = done.matrix.args;
+            let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
+            linear.set_values(latent);
+            linear.set_quant(Some(args));
+            linear.set_grid(LearnedGrid::new(&params, args.mapping, &tracking));
+            largest_code = f64::from(args.qtype.qmax());
+        }
+        let batches: Vec<Vec<i32>> = calibration.batches().collect();
+        let mut tuner = Tuner::new(tuning.end_weight_rate, tuning.end_scale_rate, largest_code);
+        let mut losses = Vec::with_capacity(tuning.steps);
+        for step in 0..tuning.steps {
+            let order = shuffled(batches.len(), tuning.seed, u64::MAX - (step / batches.len()) as u64);
+            let ids = Arc::new(batches[order[step % batches.len()]].clone());
+            let b = ids.len() / calibration.context();
+            let logits = teacher.logits(ids.clone(), b).into_data().try_into_vec::<f32>().expect("models are f32");
+            let labels = Arc::new(vec![dsq_model::IGNORED; ids.len()]);
+            let target = Teacher { logits: Arc::new(logits), temperature: 1.0 };
+            let loss = student.distill_loss(ids, labels, b, target, 1.0);
+            let value = scalar(&loss);
+            let (module, rate) = (student.clone(), schedule(step, tuning.steps));
+            let trained = if value.is_finite() { tuner.step(module, loss, rate) } else { None };
+            student = trained.ok_or_else(|| TrainError::Numerics {
+                what: "loss of end-to-end training".into(),
+                step: step as u64 + 1,
+                value,
+            })?;
+            losses.push(value);
+            self.tick(1);
+        }
+        for (module, linear) in student.linears() {
+            let quant = |source| TrainError::Quant { module: module.clone(), source };
+            let Some(matrix) = linear.quantized().map_err(quant)? else { continue };
+            if let Some(done) = self.outcome.linears.iter_mut().find(|l| l.module == module) {
+                (done.matrix, done.fit) = (matrix, None);
+            }
+        }
+        let tenth = losses.len().div_ceil(10);
+        let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len().max(1) as f64;
+        self.outcome.end_to_end = Some([mean(&losses[..tenth]), mean(&losses[losses.len() - tenth..])]);
+        Ok(())
+    }
+}
