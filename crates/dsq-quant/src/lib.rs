@@ -24,5 +24,5 @@ pub use error::QuantError;
 pub use float::FloatType;
 pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
-pub use pack::{pack_i32, packed_words, unpack_i32};
+pub use pack::{pack_i32, pack_rows, packed_words, unpack_i32};
 pub use weight_observer::WeightObserver;

@@ -58,7 +58,7 @@ pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainErr
             let weight = layer.weight.val();
             let [n, k] = weight.dims();
             let values = weight.into_data().try_into_vec::<f32>().expect("models are f32");
-            let matrix = QuantizedMatrix::quantize(&values, n, k, *args)
+            let matrix = dsq_kernels::quantize::quantize(&values, n, k, *args)
                 .map_err(|source| TrainError::Quant { module: name.clone(), source })?;
             out.push((name, matrix));
         }

@@ -144,9 +144,7 @@ impl Run<'_> {
             let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
             let (linear_work, [n, k]) = (work.of(part), linear.weight.dims());
             let quant = |source: QuantError| TrainError::Quant { module: module.clone(), source };
-            let round = |w: &[f32]| {
-                gptq::qparams(w, n, k, args).and_then(|p| QuantizedMatrix::quantize_with(w, n, k, args, &p))
-            };
+            let round = |w: &[f32]| dsq_kernels::quantize::quantize(w, n, k, args);
             let matrix = round(&linear.values()).map_err(quant)?;
             linear.set_values(matrix.dequantize());
             let plain = round(&linear_work.original).map_err(quant)?;
