@@ -17,7 +17,9 @@ mod gguf;
 mod matrix;
 mod observer;
 mod pack;
+mod percentile;
 mod weight_observer;
+mod weighted;
 
 pub use args::{Granularity, Mapping, QParams, QuantArgs, QuantType};
 pub use config::{Pattern, QuantConfig, QuantScheme};
@@ -27,4 +29,5 @@ pub use gguf::GgufGrid;
 pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
 pub use pack::{pack_i32, pack_rows, packed_words, unpack_i32};
+pub use percentile::Percentile;
 pub use weight_observer::WeightObserver;
