@@ -7,7 +7,7 @@ use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
 use dsq_model::layers::{Linear, RmsNorm};
-use dsq_quant::{FloatType, QuantArgs, QuantError, QuantizedMatrix};
+use dsq_quant::{FloatType, QuantArgs, QuantError};
 
 const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 const V: &str = "self_attn.v_proj";
