@@ -10,6 +10,7 @@
 mod decode;
 mod encode;
 mod q4_k;
+mod q6_k;
 
 use crate::{FloatType, QuantError};
 use half::f16;
@@ -24,7 +25,7 @@ pub enum GgufGrid {
     Q4_0,
     /// 32 codes of 4 bits, a scale and a minimum.
     Q4_1,
-    /// 32 codes of 5 bits and a scale. Decoded only.
+    /// 32 codes of 5 bits and a scale.
     Q5_0,
     /// 32 codes of 5 bits, a scale and a minimum. Decoded only.
     Q5_1,
@@ -34,7 +35,7 @@ pub enum GgufGrid {
     Q4K,
     /// As Q4_K with codes of 5 bits. Decoded only.
     Q5K,
-    /// 256 codes of 6 bits, 16 scales of 8 bits and their scale. Decoded only.
+    /// 256 codes of 6 bits, 16 scales of 8 bits and their scale.
     Q6K,
 }
 
@@ -52,7 +53,8 @@ impl GgufGrid {
     ];
 
     /// The grids that values can be put on.
-    pub const ENCODED: [GgufGrid; 4] = [GgufGrid::Q4_0, GgufGrid::Q4_1, GgufGrid::Q8_0, GgufGrid::Q4K];
+    pub const ENCODED: [GgufGrid; 6] =
+        [GgufGrid::Q4_0, GgufGrid::Q4_1, GgufGrid::Q5_0, GgufGrid::Q8_0, GgufGrid::Q4K, GgufGrid::Q6K];
 
     /// ggml's name: `Q4_0`, `Q4_K`.
     pub fn name(self) -> &'static str {
@@ -90,7 +92,7 @@ impl GgufGrid {
         }
     }
 
-    /// Bits per weight, everything counted: 4.5 for `Q4_0` and `Q4_K`, 5 for `Q4_1`, 8.5 for `Q8_0`.
+    /// Bits per weight, everything counted: 4.5 for `Q4_0` and `Q4_K`, 6.5625 for `Q6_K`, 8.5 for `Q8_0`.
     pub fn bits_per_weight(self) -> f64 {
         (8 * self.block_bytes()) as f64 / self.block_len() as f64
     }
@@ -141,7 +143,8 @@ impl GgufGrid {
     /// Quantize then dequantize, for training: `out` gets what a decoder of the blocks sees, `inside` 1 where the
     /// straight-through gradient passes, else 0. It passes where the rounded code needs no clipping (these formats round
     /// first and clip then; scales and minima are constants of the step). What clips: in `Q4_0` values beyond 7.5 steps on
-    /// the side away from the value of largest magnitude, in `Q4_K` values that the fitted scale leaves out; in `Q4_1`
+    /// the side away from the value of largest magnitude (15.5 in `Q5_0`), in `Q4_K` and `Q6_K` values that the fitted scale
+    /// leaves out; in `Q4_1`
     /// and `Q8_0` nothing.
     ///
     /// A block that cannot be quantized becomes NaN with an open mask, so that a training loop sees it in its loss; the
@@ -198,9 +201,11 @@ impl GgufGrid {
         Ok(match self {
             GgufGrid::Q4_0 => encode::q4_0,
             GgufGrid::Q4_1 => encode::q4_1,
+            GgufGrid::Q5_0 => encode::q5_0,
             GgufGrid::Q8_0 => encode::q8_0,
             GgufGrid::Q4K => q4_k::encode,
-            GgufGrid::Q5_0 | GgufGrid::Q5_1 | GgufGrid::Q5K | GgufGrid::Q6K => {
+            GgufGrid::Q6K => q6_k::encode,
+            GgufGrid::Q5_1 | GgufGrid::Q5K => {
                 return Err(QuantError::Setting {
                     field: "GGUF type",
                     expected: format!("one of {}", Self::ENCODED.map(Self::name).join(", ")),
@@ -245,6 +250,12 @@ fn put_f16(bytes: &mut [u8], at: usize, x: f32) -> Result<(), f32> {
 
 fn f16_at(b: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
+}
+
+/// The nearest integer, ties to even, read from the low bits of `x + 1.5 * 2^23`: right for |x| up to 2^22 and, beyond,
+/// what ggml gives too.
+fn nearest(x: f32) -> i32 {
+    ((x + 12_582_912.0).to_bits() & 0x007f_ffff) as i32 - 0x0040_0000
 }
 
 #[cfg(test)]

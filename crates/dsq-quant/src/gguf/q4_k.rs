@@ -6,7 +6,7 @@
 //! chosen again against what was stored. Every sum runs from the first value to the last in f32.
 
 use super::decode::scale_min;
-use super::{SUPER_BLOCK, f16_at, put_f16};
+use super::{SUPER_BLOCK, f16_at, nearest, put_f16};
 
 /// Values of a sub-block, and sub-blocks of a super-block.
 const LEN: usize = 32;
@@ -136,10 +136,4 @@ fn fit(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
         }
     }
     (scale, -min)
-}
-
-/// The nearest integer, ties to even, read from the low bits of `x + 1.5 * 2^23`: right for |x| up to 2^22 and, beyond,
-/// what ggml gives too.
-fn nearest(x: f32) -> i32 {
-    ((x + 12_582_912.0).to_bits() & 0x007f_ffff) as i32 - 0x0040_0000
 }
