@@ -17,6 +17,7 @@ mod isa;
 pub mod linear;
 mod memory;
 mod parallel;
+pub mod quantize;
 mod simd;
 mod team;
 pub mod train;

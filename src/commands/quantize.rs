@@ -307,7 +307,7 @@ fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &L
     let Some(&QuantScheme { weights, .. }) = config.scheme_for(&spec.module) else {
         return Err(CliError::new(70, format!("{name}: no scheme names this layer")));
     };
-    let matrix = QuantizedMatrix::quantize(&data, n, k, weights).map_err(refuse)?;
+    let matrix = dsq_kernels::quantize::quantize(&data, n, k, weights).map_err(refuse)?;
     let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
     let source = Some(source_record(ckpt, &name, &data, &matrix.dequantize())?);
     let (module, shape) = (spec.module.clone(), spec.shape.clone());

@@ -2,7 +2,8 @@
 """Golden vectors from the Python tools that own each format or layer.
 
     pip install -r ../conformance/requirements.txt
-    python3 make_golden.py [int4] [llama] [training] [resnet] [tokenizer] [versions]      (default: all of them)
+    python3 make_golden.py [int4] [llama] [training] [resnet] [tokenizer] [gguf_grids] [versions]
+    (default: all of them)
 
 Everything is seeded and single-threaded. A test reads the outputs; Python is not needed to run the tests.
 README.md beside this file says what each file holds.
@@ -14,11 +15,14 @@ import pathlib
 import platform
 import sys
 
-import torch
-from safetensors.torch import save_file
+try:
+    import torch
+    from safetensors.torch import save_file
+except ImportError:     # gguf_grids needs numpy only
+    torch = None
 
 HERE = pathlib.Path(__file__).resolve().parent
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = torch and {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def write_json(path, value):
@@ -275,6 +279,108 @@ def resnet():
     print("resnet: conv + batch norm + relu, strides 1 and 2")
 
 
+# ---------------------------------------------------------------- gguf_grids
+
+def gguf_rows():
+    """Name -> float32 rows of 256 values, for blocks of 32 and of 256."""
+    import numpy as np
+
+    g = np.random.default_rng(20240502)
+    f32 = lambda x: np.ascontiguousarray(x, dtype=np.float32)
+    bf16 = lambda x: (f32(x).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    normal = lambda n: g.standard_normal((n, 256))
+    half = np.arange(-8, 8) + 0.5
+    out = {
+        "normal": normal(6) * 0.05,
+        "normal_bf16": bf16(normal(4) * 0.05),                           # few distinct values: many near ties
+        "uniform": g.uniform(-1, 1, (3, 256)),
+        "log_uniform": np.exp(g.uniform(-12, 6, (4, 256))) * g.choice([-1.0, 1.0], (4, 256)),
+        "one_sided": np.abs(normal(2)) + 0.01,
+        "one_sided_negative": -np.abs(normal(2)) - 0.01,
+        "far_from_zero": 10 + normal(2) * 0.01,
+        "zeros": np.zeros((1, 256)),
+        "some_zero_blocks": normal(3) * (np.arange(256) // 32 % 2),
+        "constants": np.repeat([[0.25], [-0.25], [1.0], [0.1], [-7.5], [1e-3]], 256, axis=1),
+        "ties": np.stack([np.tile(half, 16), np.tile(half * 2.0**-7, 16), np.tile(-half, 16),
+                          np.tile(np.arange(16) - 0.5, 16), np.tile(np.arange(16) * 1.0, 16)]),
+        "ties_8_bit": np.tile(np.concatenate([[127.0], np.arange(-63, 64) + 0.5]), 2)[None, :],
+        "two_values": g.choice([-1.0, 1.0], (2, 256)) * 0.3,
+        "largest_twice": np.where(np.arange(256) % 32 == 7, 1.0, np.where(np.arange(256) % 32 == 20, -1.0, 0.3))[None, :],
+        "tiny_1e-30": g.choice([-1.0, 1.0], (1, 256)) * 1e-30,
+        "tiny_1e-38": g.choice([-1.0, 1.0], (1, 256)) * 1e-38,
+        "single_1e-38": (np.arange(256) == 5)[None, :] * 1e-38,
+        "subnormal_f16_scales": normal(3) * np.array([[1e-6], [1e-7], [3e-8]]),
+        "mixed_magnitudes": normal(2) * 10.0 ** np.repeat(np.arange(-6, 2), 32)[None, :],
+        "largest_that_fits": normal(1) / 8 * 6e5,
+        "too_large": np.where(np.arange(256) == 100, 1e9, 0.5)[None, :],
+        "too_large_everywhere": normal(1) * 1e12,
+        "one_large_block": np.where(np.arange(256) // 32 == 3, 1e8, 1.0) * normal(1),
+    }
+    outliers = normal(4) * 0.02
+    outliers[0, 3], outliers[1, 63], outliers[2, 31], outliers[2, 32] = 100.0, -100.0, 8.0, -8.0
+    outliers[3, ::16] *= 30
+    out["outliers"] = outliers
+    # No negative zeros: in a block of zeros they give `d` another sign in `gguf` than in ggml.
+    return {name: f32(x) + np.float32(0) for name, x in out.items()}
+
+
+def gguf_grids():
+    """Q4_0, Q4_1, Q5_0, Q8_0 by the Python package `gguf`; Q4_K, Q6_K, and the same four again, by ggml itself.
+
+    Needs `pip install gguf==0.19.0 libggml-python==0.20.2.post1` (ggml built for plain x86-64, so without fused
+    multiply-add in its reference quantizers). Rows whose scale is not finite have no bytes: dsq refuses them.
+    """
+    import ctypes
+
+    import gguf
+    import libggml
+    import numpy as np
+    from gguf import GGMLQuantizationType as T
+
+    lib = ctypes.CDLL(str(next(pathlib.Path(libggml.__file__).parent.glob("lib*/libggml-base.so"))))
+    i64, pointer = ctypes.c_int64, ctypes.c_void_p
+    lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]
+    lib.ggml_quantize_chunk.restype = ctypes.c_size_t
+    lib.ggml_version.restype = ctypes.c_char_p
+
+    def by_ggml(row, ty):
+        values, size = gguf.GGML_QUANT_SIZES[ty]
+        out = np.zeros(row.size // values * size, np.uint8)
+        assert lib.ggml_quantize_chunk(int(ty), row.ctypes.data, out.ctypes.data, 0, 1, row.size, None) == out.size
+        return out
+
+    halves = {T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q8_0: [0], T.Q4_K: [0, 2], T.Q6_K: [208]}
+    def fnv1a(data):
+        # Decoded values are pinned by a digest, to keep the file small; 64-bit FNV-1a is three lines in any language.
+        digest = 0xCBF29CE484222325
+        for byte in data:
+            digest = (digest ^ byte) * 0x100000001B3 % 2**64
+        return f"{digest:016x}"
+
+    version = importlib.metadata.version
+    lines = [f"# gguf {version('gguf')}, libggml-python {version('libggml-python')} (ggml {lib.ggml_version().decode()}), "
+             f"numpy {np.__version__}; see README.md"]
+    rows_written = 0
+    for name, rows in gguf_rows().items():
+        for row in rows:
+            rows_written += 1
+            lines.append(f"row {name} {row.astype('<f4').tobytes().hex()}")
+            for ty, at in halves.items():
+                size = gguf.GGML_QUANT_SIZES[ty][1]
+                with np.errstate(all="ignore"):
+                    blocks = by_ggml(row, ty)
+                    assert ty in (T.Q4_K, T.Q6_K) or (gguf.quantize(row[None, :], ty)[0] == blocks).all(), (name, ty)
+                    decoded = gguf.dequantize(blocks[None, :], ty)[0].astype("<f4")
+                scales = np.stack([np.ascontiguousarray(blocks.reshape(-1, size)[:, a : a + 2]) for a in at])
+                if np.isfinite(scales.view(np.float16)).all():
+                    assert np.isfinite(decoded).all()
+                    lines.append(f"{ty.name} {blocks.tobytes().hex()} {fnv1a(decoded.tobytes())}")
+                else:
+                    lines.append(f"{ty.name} refused")
+    (HERE / "gguf_grids.txt").write_text("\n".join(lines) + "\n")
+    print(f"gguf_grids: {rows_written} rows, {(HERE / 'gguf_grids.txt').stat().st_size} bytes")
+
+
 # ---------------------------------------------------------------- tokenizer
 
 def tokenizer():
@@ -324,7 +430,7 @@ def tokenizer():
 def versions():
     lines = [f"python {platform.python_version()}"]
     for p in ("torch", "transformers", "compressed-tensors", "safetensors", "tokenizers", "numpy", "gguf",
-              "llama-cpp-python"):
+              "llama-cpp-python", "libggml-python"):
         try:
             lines.append(f"{p} {importlib.metadata.version(p)}")
         except importlib.metadata.PackageNotFoundError:
@@ -334,9 +440,11 @@ def versions():
 
 
 def main():
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    steps = {"int4": int4, "llama": llama, "training": training, "resnet": resnet, "tokenizer": tokenizer, "versions": versions}
+    if torch is not None:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+    steps = {"int4": int4, "llama": llama, "training": training, "resnet": resnet, "tokenizer": tokenizer,
+             "gguf_grids": gguf_grids, "versions": versions}
     for name in sys.argv[1:] or steps:
         steps[name]()
 

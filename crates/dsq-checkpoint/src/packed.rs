@@ -5,14 +5,13 @@
 //! `weight_shape`; the Python package packs linear layers only.
 
 use crate::{CheckpointError, NamedTensor, TensorData};
-use dsq_quant::{Granularity, Mapping, QuantArgs, QuantizedMatrix, pack_i32, packed_words, unpack_i32};
+use dsq_quant::{Granularity, Mapping, QuantArgs, QuantizedMatrix, pack_i32, pack_rows, packed_words, unpack_i32};
 use std::path::Path;
 
 /// The tensors that store `matrix` of `module`, whose weight has `shape` (its first dimension `n`, the others `k`).
 pub(crate) fn pack(module: &str, shape: &[usize], matrix: &QuantizedMatrix) -> Vec<NamedTensor> {
     let (n, k, bits) = (matrix.n, matrix.k, matrix.args.qtype.bits());
-    let words: Vec<i32> =
-        if k == 0 { Vec::new() } else { matrix.codes.chunks(k).flat_map(|row| pack_i32(row, bits)).collect() };
+    let words = pack_rows(&matrix.codes, k, bits);
     let named = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
     let scale_shape = stored_scale_shape(&matrix.args, n, k);
     let mut out = vec![

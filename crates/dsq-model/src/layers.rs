@@ -84,8 +84,8 @@ impl Linear {
         let Some(args) = self.quant else { return Ok(None) };
         let ([n, k], values) = (self.weight.dims(), self.values());
         match &self.grid {
-            None => QuantizedMatrix::quantize(&values, n, k, args),
-            Some(grid) => QuantizedMatrix::quantize_with(&values, n, k, args, &grid.qparams(&args)),
+            None => dsq_kernels::quantize::quantize(&values, n, k, args),
+            Some(grid) => dsq_kernels::quantize::quantize_with(&values, n, k, args, &grid.qparams(&args)),
         }
         .map(Some)
     }

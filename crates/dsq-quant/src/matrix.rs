@@ -165,11 +165,11 @@ impl QuantizedMatrix {
     }
 }
 
-fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), QuantError> {
+pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), QuantError> {
     if expected == got { Ok(()) } else { Err(QuantError::Length { what, expected, got }) }
 }
 
-fn check_finite(w: &[f32]) -> Result<(), QuantError> {
+pub(crate) fn check_finite(w: &[f32]) -> Result<(), QuantError> {
     match w.iter().position(|x| !x.is_finite()) {
         None => Ok(()),
         Some(index) => {
@@ -178,7 +178,7 @@ fn check_finite(w: &[f32]) -> Result<(), QuantError> {
     }
 }
 
-fn min_max(x: &[f32]) -> (f32, f32) {
+pub(crate) fn min_max(x: &[f32]) -> (f32, f32) {
     x.iter().fold((0.0f32, 0.0f32), |(lo, hi), &v| (lo.min(v), hi.max(v)))
 }
 

@@ -10,10 +10,99 @@ pub fn packed_words(len: usize, bits: usize) -> usize {
     (len * bits).div_ceil(32)
 }
 
-/// Packs one row of signed codes of `bits` (1 to 8) bits.
+/// Packs one row of signed codes of `bits` (1 to 8) bits, each within the range of its width.
 pub fn pack_i32(codes: &[i8], bits: usize) -> Vec<i32> {
-    let offset = 1i32 << (bits - 1);
     let mut words = Vec::with_capacity(packed_words(codes.len(), bits));
+    pack_row(codes, bits, &mut words);
+    words
+}
+
+/// Packs the rows of an `[n, k]` matrix of codes, one after the other: each row as [`pack_i32`] does, with its own
+/// padding. Nothing when `k` is 0.
+pub fn pack_rows(codes: &[i8], k: usize, bits: usize) -> Vec<i32> {
+    let per_row = packed_words(k, bits);
+    let rows = codes.len().checked_div(k).unwrap_or(0);
+    let mut words = Vec::with_capacity(rows * per_row);
+    if k > 0 && (k * bits).is_multiple_of(32) {
+        // No row has padding, so that the matrix is one long row.
+        pack_row(codes, bits, &mut words);
+    } else {
+        codes.chunks(k.max(1)).for_each(|row| pack_row(row, bits, &mut words));
+    }
+    words
+}
+
+fn pack_row(codes: &[i8], bits: usize, words: &mut Vec<i32>) {
+    // Widths that occur get a loop of their own, with constant shifts.
+    match bits {
+        2 => octets::<2>(codes, words),
+        3 => octets::<3>(codes, words),
+        4 => octets::<4>(codes, words),
+        8 => octets::<8>(codes, words),
+        _ => fields(codes, bits, words),
+    }
+}
+
+/// Eight codes at a time: [`octet`] makes one number of them, whose bits go to the stream together.
+fn octets<const BITS: usize>(codes: &[i8], words: &mut Vec<i32>) {
+    let mut eights = codes.chunks_exact(8);
+    let number = |c: &[i8]| octet::<BITS>(std::array::from_fn(|i| c[i] as u8));
+    match BITS {
+        4 => words.extend(eights.by_ref().map(|c| number(c) as u32 as i32)),
+        8 => {
+            for c in eights.by_ref() {
+                let x = number(c);
+                words.extend([x as u32 as i32, (x >> 32) as u32 as i32]);
+            }
+        }
+        _ => {
+            // Up to four eights: `BITS` whole words, so that nothing is carried from one to the next.
+            let mut blocks = codes.chunks_exact(32);
+            for block in blocks.by_ref() {
+                let (mut pending, mut held) = (0u64, 0);
+                for c in block.chunks_exact(8) {
+                    // At most 31 bits held and 24 added.
+                    pending |= number(c) << held;
+                    held += 8 * BITS;
+                    if held >= 32 {
+                        words.push(pending as u32 as i32);
+                        pending >>= 32;
+                        held -= 32;
+                    }
+                }
+            }
+            return fields(blocks.remainder(), BITS, words);
+        }
+    }
+    fields(eights.remainder(), BITS, words);
+}
+
+/// The stored fields of eight codes, least significant first: adding the offset flips a code's sign bit, and three steps
+/// close the gaps between fields, pairs and fours.
+#[inline(always)]
+fn octet<const BITS: usize>(codes: [u8; 8]) -> u64 {
+    const fn repeated(value: u64, every: usize) -> u64 {
+        let (mut out, mut at) = (0, 0);
+        while at < 64 {
+            out |= value << at;
+            at += every;
+        }
+        out
+    }
+    const fn ones(bits: usize) -> u64 {
+        u64::MAX >> (64 - bits)
+    }
+    let gap = 8 - BITS;
+    let x = u64::from_le_bytes(codes) ^ repeated(1 << (BITS - 1), 8);
+    let x = x & repeated(ones(BITS), 8);
+    let x = (x | x >> gap) & repeated(ones(2 * BITS), 16);
+    let x = (x | x >> (2 * gap)) & repeated(ones(4 * BITS), 32);
+    (x | x >> (4 * gap)) & ones(8 * BITS)
+}
+
+/// One code at a time, for any width: the definition.
+fn fields(codes: &[i8], bits: usize, words: &mut Vec<i32>) {
+    let offset = 1i32 << (bits - 1);
     let (mut pending, mut held) = (0u64, 0);
     for &q in codes {
         pending |= u64::from((i32::from(q) + offset) as u32) << held;
@@ -27,7 +116,6 @@ pub fn pack_i32(codes: &[i8], bits: usize) -> Vec<i32> {
     if held > 0 {
         words.push(pending as u32 as i32);
     }
-    words
 }
 
 /// Unpacks one row of `len` signed codes; padding is ignored.
@@ -85,6 +173,29 @@ mod tests {
                         assert_eq!(unpack_i32(&words, bits, len), codes);
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn eight_codes_at_a_time_are_the_codes_one_by_one() {
+        let mut state = 1u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as i32
+        };
+        for bits in 1usize..=8 {
+            let (n, offset) = (3, 1i32 << (bits - 1));
+            for k in (0..140).chain([576, 577, 1001]) {
+                let codes: Vec<i8> = (0..n * k).map(|_| (random().rem_euclid(2 * offset) - offset) as i8).collect();
+                let mut want = Vec::new();
+                for row in codes.chunks(k.max(1)) {
+                    let mut one = Vec::new();
+                    fields(row, bits, &mut one);
+                    assert_eq!(pack_i32(row, bits), one, "{bits} bits, {k} codes");
+                    want.extend(one);
+                }
+                assert_eq!(pack_rows(&codes, k, bits), want, "{bits} bits, {n}x{k}");
             }
         }
     }

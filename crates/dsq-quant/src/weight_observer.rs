@@ -22,8 +22,8 @@ const CANDIDATES: usize = 31;
 const STEP: f32 = 0.02;
 
 /// Values whose squared errors are summed in f32, lane by lane; these sums are added in f64.
-const RUN: usize = 1 << 12;
-const LANES: usize = 16;
+pub(crate) const RUN: usize = 1 << 12;
+pub(crate) const LANES: usize = 16;
 
 impl QuantArgs {
     /// Scale and zero point of a group of weights with minimum `lo` and maximum `hi`. `error` is

@@ -9,8 +9,9 @@ const LANES: usize = 8;
 
 /// # Safety
 /// AVX2 must be present.
+#[inline]
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn range(x: &[f32]) -> Range {
+pub(crate) unsafe fn range(x: &[f32]) -> Range {
     let zero = _mm256_setzero_ps();
     let (mut lo, mut hi, mut bad) = (zero, zero, zero);
     let chunks = x.chunks_exact(LANES);

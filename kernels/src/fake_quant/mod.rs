@@ -11,7 +11,7 @@
 //! - Error: none against the reference (bit-equal).
 
 #[cfg(target_arch = "x86_64")]
-mod avx2;
+pub(crate) mod avx2;
 mod learned;
 mod scalar;
 
@@ -21,7 +21,7 @@ use dsq_quant::{QParams, QuantArgs, QuantError};
 use rayon::prelude::*;
 
 /// Values that one parallel task handles at least: below this, spawning costs more than it gains.
-const TASK: usize = 1 << 14;
+pub(crate) const TASK: usize = 1 << 14;
 
 /// Fake-quantizes a weight by the ranges of its own groups: `out` gets the values on the grid and `inside` 1 where
 /// the straight-through gradient passes, else 0.
@@ -124,17 +124,17 @@ pub fn straight_through(grad: &[f32], inside: &[u8], out: &mut [f32]) -> Result<
 
 /// Minimum, maximum (0 included) and whether every value is finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Range {
-    lo: f32,
-    hi: f32,
-    finite: bool,
+pub(crate) struct Range {
+    pub(crate) lo: f32,
+    pub(crate) hi: f32,
+    pub(crate) finite: bool,
 }
 
-fn empty() -> Range {
+pub(crate) fn empty() -> Range {
     Range { lo: 0.0, hi: 0.0, finite: true }
 }
 
-fn join(a: Range, b: Range) -> Range {
+pub(crate) fn join(a: Range, b: Range) -> Range {
     Range { lo: a.lo.min(b.lo), hi: a.hi.max(b.hi), finite: a.finite && b.finite }
 }
 
@@ -158,7 +158,7 @@ fn poison(out: &mut [f32], inside: &mut [u8], error: QuantError) -> Result<(), Q
     Err(error)
 }
 
-fn range(x: &[f32]) -> Range {
+pub(crate) fn range(x: &[f32]) -> Range {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was found.
@@ -168,7 +168,7 @@ fn range(x: &[f32]) -> Range {
 }
 
 /// [`QuantArgs::squared_error`]; its order is fixed, so wider vectors give the same bits.
-fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
+pub(crate) fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was found.

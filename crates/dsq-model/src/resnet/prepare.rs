@@ -209,7 +209,8 @@ impl ResNet {
             .map(|(layer, plan)| {
                 let (weight, bias) = layer.folded(eps);
                 let (n, k) = (layer.shape[0], weight.len() / layer.shape[0]);
-                let matrix = plan.scheme.map(|s| QuantizedMatrix::quantize(&weight, n, k, s.weights)).transpose()?;
+                let matrix =
+                    plan.scheme.map(|s| dsq_kernels::quantize::quantize(&weight, n, k, s.weights)).transpose()?;
                 let activation = plan
                     .input
                     .map(|i| {

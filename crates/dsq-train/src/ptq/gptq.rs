@@ -9,8 +9,9 @@
 //! `w_j + sum_{i<j} e_i R_ij / R_jj`, where `e_i = w_i - q_i`. One factorization, no inverse.
 
 use super::hessian::{Hessian, dot};
+use dsq_kernels::quantize::{qparams_of, quantize_with};
 use dsq_kernels::train::{Strided, matmul};
-use dsq_quant::{Granularity, QParams, QuantArgs, QuantError, QuantizedMatrix};
+use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix};
 use rayon::prelude::*;
 
 /// Columns whose errors are passed on one at a time; what they do to later columns is one matrix product.
@@ -168,8 +169,8 @@ pub(super) fn quantize_and_targets(
     factor: Option<&Factor>,
     args: QuantArgs,
 ) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
-    let params = qparams(w, n, k, args)?;
-    let mut matrix = QuantizedMatrix::quantize_with(w, n, k, args, &params)?;
+    let params = qparams_of(w, n, k, args)?;
+    let mut matrix = quantize_with(w, n, k, args, &params)?;
     let plain = row_errors(w, &matrix, h);
     let rtn_error = plain.iter().sum();
     let mut fit = Fit { error: rtn_error, rtn_error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };
@@ -246,17 +247,6 @@ fn choose(
         order.iter().zip(target).for_each(|(&c, &t)| out[c] = t);
     });
     (codes, targets)
-}
-
-/// [`QuantizedMatrix::qparams_of`], some rows a task.
-pub(crate) fn qparams(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<QParams>, QuantError> {
-    if args.granularity == Granularity::PerTensor || w.len() != n * k || k == 0 {
-        return QuantizedMatrix::qparams_of(w, n, k, args);
-    }
-    let parts: Result<Vec<Vec<QParams>>, QuantError> =
-        w.par_chunks(TASK_ROWS * k).map(|rows| QuantizedMatrix::qparams_of(rows, rows.len() / k, k, args)).collect();
-    // An error names a place in the whole matrix.
-    parts.map(|p| p.concat()).or_else(|_| QuantizedMatrix::qparams_of(w, n, k, args))
 }
 
 #[cfg(test)]

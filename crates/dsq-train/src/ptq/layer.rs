@@ -7,7 +7,7 @@ use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
 use dsq_model::layers::{Linear, RmsNorm};
-use dsq_quant::{FloatType, QuantArgs, QuantError, QuantizedMatrix};
+use dsq_quant::{FloatType, QuantArgs, QuantError};
 
 const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 const V: &str = "self_attn.v_proj";
@@ -147,9 +147,7 @@ impl Run<'_> {
             let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
             let (linear_work, [n, k]) = (work.of(part), linear.weight.dims());
             let quant = |source: QuantError| TrainError::Quant { module: module.clone(), source };
-            let round = |w: &[f32]| {
-                gptq::qparams(w, n, k, args).and_then(|p| QuantizedMatrix::quantize_with(w, n, k, args, &p))
-            };
+            let round = |w: &[f32]| dsq_kernels::quantize::quantize(w, n, k, args);
             let matrix = round(&linear.values()).map_err(quant)?;
             linear.set_values(matrix.dequantize());
             let plain = round(&linear_work.original).map_err(quant)?;

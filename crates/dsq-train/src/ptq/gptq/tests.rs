@@ -2,7 +2,7 @@
 
 use super::super::tests::{normal, with_threads};
 use super::*;
-use dsq_quant::{FloatType, Mapping, QuantType, WeightObserver};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantType, WeightObserver};
 
 fn args(granularity: Granularity) -> QuantArgs {
     QuantArgs::int4(granularity, FloatType::F16)
@@ -130,7 +130,7 @@ fn codes_are_those_of_the_papers_algorithm_in_f64_for_every_scheme() {
     let factor = Factor::new(&h).unwrap();
     assert_eq!(factor.damping(), 0.01);
     for a in every_scheme() {
-        let params = qparams(&w, n, k, a).unwrap();
+        let params = QuantizedMatrix::qparams_of(&w, n, k, a).unwrap();
         let grid = QuantizedMatrix::quantize_with(&w, n, k, a, &params).unwrap();
         let (got, _) = choose(&w, n, k, &factor, a, &params, &grid);
         let want = reference(&w, n, k, &h, a);
@@ -283,7 +283,7 @@ fn c017_codes_of_grouped_layers_need_no_group_index() {
     let factor = Factor::new(&h).unwrap();
     assert!(factor.order.windows(2).filter(|o| o[0] / g != o[1] / g).count() > 10);
     let a = args(Granularity::PerGroup(g));
-    let params = qparams(&w, n, k, a).unwrap();
+    let params = QuantizedMatrix::qparams_of(&w, n, k, a).unwrap();
     let rtn = QuantizedMatrix::quantize(&w, n, k, a).unwrap();
     assert_eq!(choose(&w, n, k, &factor, a, &params, &rtn).0, rtn.codes);
     assert_eq!(quantize(&w, n, k, &h, Some(&factor), a).unwrap().0, rtn);

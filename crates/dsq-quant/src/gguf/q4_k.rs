@@ -1,0 +1,139 @@
+//! Values to Q4_K super-blocks, as ggml's `quantize_row_q4_K_ref` makes them without an importance matrix. Not the other
+//! K-quants.
+//!
+//! Each of the 8 sub-blocks of 32 values is fitted by `scale * code - min` (codes 0..15, min not negative) with weighted
+//! least squares; the 8 scales and the 8 minima are then stored as 6-bit multiples of two f16 numbers, and the codes are
+//! chosen again against what was stored. Every sum runs from the first value to the last in f32.
+
+use super::decode::scale_min;
+use super::{SUPER_BLOCK, f16_at, nearest, put_f16};
+
+/// Values of a sub-block, and sub-blocks of a super-block.
+const LEN: usize = 32;
+const SUBS: usize = SUPER_BLOCK / LEN;
+/// The largest code, and the largest 6-bit scale.
+const TOP: i32 = 15;
+const TOP_SCALE: f32 = 63.0;
+/// Ranges tried after the first: the step is range / (15 + t) for t = -1, -0.9, ... 1.
+const TRIALS: usize = 21;
+
+/// f16 d, f16 dmin, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles.
+pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(), f32> {
+    let mut codes = [0u8; SUPER_BLOCK];
+    let (mut scales, mut mins) = ([0.0f32; SUBS], [0.0f32; SUBS]);
+    for (j, (x, codes)) in x.chunks_exact(LEN).zip(codes.chunks_exact_mut(LEN)).enumerate() {
+        (scales[j], mins[j]) = fit(x, codes);
+    }
+    let largest = |v: &[f32; SUBS]| v.iter().fold(0.0f32, |a, &b| if b > a { b } else { a });
+    let (max_scale, max_min) = (largest(&scales), largest(&mins));
+    put_f16(bytes, 0, max_scale / TOP_SCALE)?;
+    put_f16(bytes, 2, max_min / TOP_SCALE)?;
+    let inverse = |max: f32| if max > 0.0 { TOP_SCALE / max } else { 0.0 };
+    let (inverse_scale, inverse_min) = (inverse(max_scale), inverse(max_min));
+    for j in 0..SUBS {
+        // A fitted scale below zero wraps around to a large byte, as in the original.
+        let six = |v: f32| (nearest(v) as u8).min(63);
+        put_scale_min(&mut bytes[4..16], j, six(inverse_scale * scales[j]), six(inverse_min * mins[j]));
+    }
+    let (d, dmin) = (f16_at(bytes, 0), f16_at(bytes, 2));
+    inside.fill(1);
+    for j in 0..SUBS {
+        let (scale, min) = scale_min(&bytes[4..16], j);
+        let (scale, min) = (d * f32::from(scale), dmin * f32::from(min));
+        if scale == 0.0 {
+            // The value is -min for any code; those of the fit stay.
+            continue;
+        }
+        for i in LEN * j..LEN * (j + 1) {
+            let code = nearest((x[i] + min) / scale);
+            codes[i] = code.clamp(0, TOP) as u8;
+            inside[i] = u8::from((0..=TOP).contains(&code));
+        }
+    }
+    for (bytes, codes) in bytes[16..].chunks_exact_mut(LEN).zip(codes.chunks_exact(2 * LEN)) {
+        for (l, byte) in bytes.iter_mut().enumerate() {
+            *byte = codes[l] | codes[l + LEN] << 4;
+        }
+    }
+    Ok(())
+}
+
+/// The 6-bit scale and minimum of sub-block `j` in the 12 bytes (zeroed before): the inverse of [`scale_min`].
+pub(super) fn put_scale_min(s: &mut [u8], j: usize, scale: u8, min: u8) {
+    if j < 4 {
+        s[j] |= scale;
+        s[j + 4] |= min;
+    } else {
+        s[j + 4] |= (scale & 15) | (min & 15) << 4;
+        s[j - 4] |= (scale >> 4) << 6;
+        s[j] |= (min >> 4) << 6;
+    }
+}
+
+/// Codes, scale and min of `x ~ scale * code - min` with little squared error, weighted by `rms(x) + |x|`.
+///
+/// The first candidate spreads the codes over the whole range. Each trial spreads them over a range of another length,
+/// then solves for the best scale and min of those codes (two unknowns, so a 2x2 system), and is kept if its error is the
+/// least so far. A trial measures from the minimum that was kept last, which is what ggml does.
+fn fit(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
+    let squares = x.iter().fold(0.0f32, |sum, v| sum + v * v);
+    let rms = (squares / LEN as f32).sqrt();
+    let weights: [f32; LEN] = std::array::from_fn(|i| rms + x[i].abs());
+    let (mut min, mut max) = (x[0], x[0]);
+    let (mut sum_w, mut sum_x) = (0.0f32, 0.0f32);
+    for (&v, &w) in x.iter().zip(&weights) {
+        min = if v < min { v } else { min };
+        max = if v > max { v } else { max };
+        sum_w += w;
+        sum_x += w * v;
+    }
+    if min > 0.0 {
+        min = 0.0;
+    }
+    if max == min {
+        codes.fill(0);
+        return (0.0, -min);
+    }
+    let choose = |inverse: f32, min: f32, codes: &mut [u8]| {
+        for (code, &v) in codes.iter_mut().zip(x) {
+            *code = nearest(inverse * (v - min)).clamp(0, TOP) as u8;
+        }
+    };
+    let error = |scale: f32, min: f32, codes: &[u8]| {
+        let terms = x.iter().zip(&weights).zip(codes);
+        terms.fold(0.0f32, |sum, ((&v, &w), &code)| {
+            let d = scale * f32::from(code) + min - v;
+            sum + w * (d * d)
+        })
+    };
+    let inverse = TOP as f32 / (max - min);
+    let mut scale = 1.0 / inverse;
+    choose(inverse, min, codes);
+    let mut least = error(scale, min, codes);
+    let mut trial = [0u8; LEN];
+    for t in 0..TRIALS {
+        choose((-1.0 + 0.1 * t as f32 + TOP as f32) / (max - min), min, &mut trial);
+        let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0f32, 0.0f32, 0.0f32);
+        for ((&code, &w), &v) in trial.iter().zip(&weights).zip(x) {
+            let l = f32::from(code);
+            sum_l += w * l;
+            sum_l2 += w * l * l;
+            sum_xl += w * l * v;
+        }
+        let determinant = sum_w * sum_l2 - sum_l * sum_l;
+        if determinant > 0.0 {
+            let mut trial_scale = (sum_w * sum_xl - sum_x * sum_l) / determinant;
+            let mut trial_min = (sum_l2 * sum_x - sum_l * sum_xl) / determinant;
+            if trial_min > 0.0 {
+                trial_min = 0.0;
+                trial_scale = sum_xl / sum_l2;
+            }
+            let e = error(trial_scale, trial_min, &trial);
+            if e < least {
+                codes.copy_from_slice(&trial);
+                (least, scale, min) = (e, trial_scale, trial_min);
+            }
+        }
+    }
+    (scale, -min)
+}
