@@ -14,15 +14,17 @@ mod config;
 mod error;
 mod float;
 mod matrix;
+mod minifloat;
 mod observer;
 mod pack;
 mod weight_observer;
 
 pub use args::{Granularity, Mapping, QParams, QuantArgs, QuantType};
-pub use config::{Pattern, QuantConfig, QuantScheme};
+pub use config::{FixedGrid, Pattern, QuantConfig, QuantScheme};
 pub use error::QuantError;
 pub use float::FloatType;
 pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
+pub use minifloat::{MiniFloat, e8m0_decode, e8m0_encode};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
 pub use pack::{pack_i32, packed_words, unpack_i32};
 pub use weight_observer::WeightObserver;
