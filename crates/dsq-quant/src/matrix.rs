@@ -236,7 +236,7 @@ fn runs(n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = (usize, Ra
     };
     let len = len.max(1);
     let width = if args.granularity == Granularity::PerTensor { n * k } else { k };
-    let (down, across) = (if width == 0 { 0 } else { n * k / width }, width.div_ceil(len));
+    let (down, across) = ((n * k).checked_div(width).unwrap_or(0), width.div_ceil(len));
     (0..down).flat_map(move |row| {
         (0..across).map(move |i| {
             let start = row * width + i * len;

@@ -182,7 +182,7 @@ fn parts_that_do_not_fit_together_are_refused() {
 fn the_worked_examples_of_the_documentation() {
     let w = [0.7f32, -0.35, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3];
     let q = QuantizedMatrix::quantize(&w, 1, 8, QuantArgs::fp8(Granularity::PerChannel, FloatType::Bf16)).unwrap();
-    assert_eq!(q.scales, [0.00156402587890625]);
+    assert_eq!(q.scales, [0.001_564_025_9]);
     assert_eq!(q.codes.iter().map(|&c| c as u8).collect::<Vec<_>>(), [0x7e, 0xf6, 0x60, 0x68, 0x6c, 0x70, 0x72, 0x74]);
     let values: Vec<f32> = q.codes.iter().map(|&c| MiniFloat::E4M3.decode(c as u8)).collect();
     assert_eq!(values, [448.0, -224.0, 32.0, 64.0, 96.0, 128.0, 160.0, 192.0]);
