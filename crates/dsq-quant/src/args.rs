@@ -240,11 +240,12 @@ impl QuantArgs {
     }
 
     /// The global scale of a tensor whose largest magnitude is `absmax`: 448 * 6 / absmax, what makes the largest group's
-    /// scale the largest E4M3 number. It **divides** (NVIDIA's own files store the reciprocal). Below about 7.9e-36 it would
+    /// scale the largest E4M3 number; computed as `(1 / absmax) * 2688`, each step rounded, because PyTorch divides a number
+    /// by a tensor so. It **divides** (NVIDIA's own files store the reciprocal). Below about 7.9e-36 it would
     /// overflow and is 1. Source: compressed-tensors' `generate_gparam`. Layers whose outputs a server computes as one
     /// matrix (q, k and v; gate and up) share the global scale of the largest magnitude of all.
     pub fn global_scale(absmax: f32) -> f32 {
-        let scale = MiniFloat::E4M3.max() * MiniFloat::E2M1.max() / absmax.max(f32::MIN_POSITIVE);
+        let scale = 1.0 / absmax.max(f32::MIN_POSITIVE) * (MiniFloat::E4M3.max() * MiniFloat::E2M1.max());
         if scale.is_finite() { scale } else { 1.0 }
     }
 
