@@ -86,9 +86,10 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     let class = if spec.shape.len() == 4 { "Conv2d" } else { "Linear" };
     let group = ckpt.quantization().and_then(|q| q.group_for(&spec.module, class));
     let Some(group) = group else {
-        if ckpt.info(&name("weight_packed")).is_some() {
+        if ckpt.is_quantized(&spec.module) {
             let what = "codes of a module that quantization_config does not name; expected a scheme, got none";
-            problems.push((name("weight_packed"), what.into()));
+            let packed = ckpt.info(&name("weight_packed")).is_some();
+            problems.push((name(if packed { "weight_packed" } else { "weight" }), what.into()));
         } else {
             expect_float(ckpt, &name("weight"), &spec.shape, problems);
         }

@@ -269,10 +269,11 @@ fn check_global(args: &QuantArgs, global: Option<f32>) -> Result<(), QuantError>
     match (args.has_global_scale(), global) {
         (false, None) => Ok(()),
         (true, Some(g)) if g.is_finite() && g > 0.0 => Ok(()),
-        (true, got) => Err(QuantError::Setting {
+        (true, Some(value)) => Err(QuantError::BadQParam { group: 0, what: "global scale", value }),
+        (true, None) => Err(QuantError::Setting {
             field: "global_scale",
             expected: "a finite positive number".into(),
-            got: got.map_or("none".into(), |g| g.to_string()),
+            got: "none".into(),
         }),
         (false, Some(g)) => Err(QuantError::Setting {
             field: "global_scale",

@@ -170,8 +170,12 @@ fn parts_that_do_not_fit_together_are_refused() {
         assert!(matches!(e, QuantError::Setting { .. }), "{args:?}: {e}");
     }
     let under = |args, global| QuantizedMatrix::quantize_under(&[1.0; 64], 1, 64, args, global);
-    for e in [under(fp8, Some(1.0)), under(QuantArgs::nvfp4(), None), under(QuantArgs::nvfp4(), Some(f32::NAN))] {
+    for e in [under(fp8, Some(1.0)), under(QuantArgs::nvfp4(), None)] {
         assert!(matches!(e.unwrap_err(), QuantError::Setting { field: "global_scale", .. }));
+    }
+    for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let e = under(QuantArgs::nvfp4(), Some(bad)).unwrap_err();
+        assert!(matches!(e, QuantError::BadQParam { what: "global scale", .. }), "{e}");
     }
     let e = QuantizedMatrix::quantize(&[1.0; 40], 1, 40, QuantArgs::nvfp4()).unwrap_err();
     assert_eq!(e, QuantError::GroupNotDividing { k: 40, group_size: 16 });
