@@ -14,7 +14,7 @@
 mod avx2;
 mod scalar;
 
-use dsq_quant::{QParams, QuantArgs, QuantError};
+use dsq_quant::{Granularity, QParams, QuantArgs, QuantError};
 use rayon::prelude::*;
 
 /// Values that one parallel task handles at least: below this, spawning costs more than it gains.
@@ -28,8 +28,8 @@ const TASK: usize = 1 << 14;
 /// once everything else is done.
 ///
 /// # Errors
-/// [`QuantError::Length`], [`QuantError::GroupNotDividing`] (nothing is written then),
-/// [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
+/// [`QuantError::Length`], [`QuantError::GroupNotDividing`], [`QuantError::Setting`] for NVFP4 and FP8 blocks, which training
+/// does not have (nothing is written then), [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
 pub fn fake_quant_weight(
     w: &[f32],
     n: usize,
@@ -42,6 +42,11 @@ pub fn fake_quant_weight(
     check_len("output", n * k, out.len())?;
     check_len("mask", n * k, inside.len())?;
     let [rows, groups] = args.scale_shape(n, k)?;
+    if args.has_global_scale() || matches!(args.granularity, Granularity::PerBlock(..)) {
+        let expected = "a scheme whose scales each depend on their own run of weights".into();
+        let got = format!("{}, {:?}, {} scales", args.qtype.name(), args.granularity, args.scale_dtype);
+        return Err(QuantError::Setting { field: "scheme", expected, got });
+    }
     if w.is_empty() {
         return Ok(());
     }
@@ -176,6 +181,10 @@ fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
 
 fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {
     debug_assert!(x.len() == out.len() && x.len() == inside.len());
+    if args.qtype.float().is_some() {
+        // The wide walk knows integer codes only.
+        return scalar::walk(x, args, p, out, inside);
+    }
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was found; the three slices have one length (checked by the callers).
