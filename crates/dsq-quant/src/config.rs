@@ -47,7 +47,7 @@ impl QuantScheme {
             _ => {
                 let expected = match Self::weights_only(name) {
                     Some(known) => {
-                        format!("{known}: activations are not quantized here, and {name} says that they are")
+                        format!("{known}, which leaves activations float ({name} means quantized ones too)")
                     }
                     None => format!("one of {}", Self::PRESETS.join(", ")),
                 };

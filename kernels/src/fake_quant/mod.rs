@@ -42,11 +42,7 @@ pub fn fake_quant_weight(
     check_len("output", n * k, out.len())?;
     check_len("mask", n * k, inside.len())?;
     let [rows, groups] = args.scale_shape(n, k)?;
-    if args.has_global_scale() || matches!(args.granularity, Granularity::PerBlock(..)) {
-        let expected = "a scheme whose scales each depend on their own run of weights".into();
-        let got = format!("{}, {:?}, {} scales", args.qtype.name(), args.granularity, args.scale_dtype);
-        return Err(QuantError::Setting { field: "scheme", expected, got });
-    }
+    check_trainable(args)?;
     if w.is_empty() {
         return Ok(());
     }
@@ -86,6 +82,20 @@ pub fn fake_quant_weight(
         })
         // The first error in index order, whatever finishes first.
         .reduce(|| Ok(()), Result::and)
+}
+
+/// Whether weights of a scheme can be fake-quantized: each scale must depend on one run of weights only. That of NVFP4 depends
+/// on the whole tensor, and on others where layers share it; that of an FP8 block on runs of many rows.
+///
+/// # Errors
+/// [`QuantError::Setting`] for these.
+pub fn check_trainable(args: &QuantArgs) -> Result<(), QuantError> {
+    if !args.has_global_scale() && !matches!(args.granularity, Granularity::PerBlock(..)) {
+        return Ok(());
+    }
+    let expected = "a scheme whose scales each depend on their own run of weights, for training".into();
+    let got = format!("{}, {:?}, {} scales", args.qtype.name(), args.granularity, args.scale_dtype);
+    Err(QuantError::Setting { field: "scheme", expected, got })
 }
 
 /// Fake-quantizes values against given parameters (a static activation range).
