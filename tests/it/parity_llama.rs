@@ -68,6 +68,8 @@ impl Case {
                 10 => QuantType::Int8,
                 9 => QuantType::Int3,
                 8 => QuantType::Int2,
+                // Float codes have neither groups nor zero points.
+                7 if !matches!(granularity, Granularity::PerGroup(_)) && pick % 4 != 3 => QuantType::Fp8E4M3,
                 _ => QuantType::Int4,
             },
             granularity,
