@@ -2,7 +2,7 @@
 
 use crate::{Global, error::CliError, output};
 use dsq_eval::{Hardware, Report, Row};
-use dsq_kernels::{FloatLinear, Int4Linear, Int8Linear, Isa};
+use dsq_kernels::{FloatLinear, Isa, Linear};
 use dsq_quant::{FloatType, Granularity, QuantArgs, QuantType, QuantizedMatrix};
 
 /// Options of `dsq doctor`.
@@ -12,15 +12,19 @@ pub struct Args {}
 /// Runs the command.
 pub fn run(_args: Args, global: &Global) -> Result<u8, CliError> {
     let here = Hardware::detect();
-    let matrix = |qtype| {
-        let args = QuantArgs { qtype, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32) };
-        QuantizedMatrix::quantize(&[0.5; 64], 2, 32, args)
-    };
     let fail = |e: dsq_quant::QuantError| CliError::new(70, format!("doctor: {e}"));
+    let layer = |args| {
+        let matrix = QuantizedMatrix::quantize(&[0.5; 64], 2, 32, args).map_err(fail)?;
+        Linear::new(&matrix).map(|l| l.describe()).map_err(fail)
+    };
+    let int4 = QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32);
     // The answer is asked of layers of each kind, so that it is the one a model gets.
     let kernels = [
-        ("int4 linear", Int4Linear::new(&matrix(QuantType::Int4).map_err(fail)?).map_err(fail)?.describe()),
-        ("int8 linear", Int8Linear::new(&matrix(QuantType::Int8).map_err(fail)?).map_err(fail)?.describe()),
+        ("int4 linear", layer(int4)?),
+        ("int8 linear", layer(QuantArgs { qtype: QuantType::Int8, ..int4 })?),
+        ("fp8 linear", layer(QuantArgs::fp8(Granularity::PerChannel, FloatType::F32))?),
+        ("nvfp4 linear", layer(QuantArgs::nvfp4())?),
+        ("mxfp4 linear", layer(QuantArgs::mxfp4())?),
         ("float linear", FloatLinear::new(&[0.5; 64], 2, 32, FloatType::F32).map_err(fail)?.describe()),
     ];
     let features = here.features.join(" ");

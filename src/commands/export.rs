@@ -56,8 +56,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         if !ckpt.is_quantized(&spec.module) {
             continue;
         }
-        for part in ["packed", "scale", "shape", "zero_point"] {
-            done.insert(format!("{}.weight_{part}", spec.module));
+        for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
+            done.insert(format!("{}.weight{part}", spec.module));
         }
         let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
         let activation = ckpt.activation(&spec.module)?;

@@ -2,7 +2,7 @@
 
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, ModelConfig, Severity, printable};
-use dsq_quant::{Granularity, Mapping, QuantArgs};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -60,8 +60,10 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
         let mut bytes = 0;
         // The shape and the input scale are no part of what a weight costs.
         for (part, counts) in [
+            ("weight", true),
             ("weight_packed", true),
             ("weight_scale", true),
+            ("weight_global_scale", true),
             ("weight_zero_point", true),
             ("weight_shape", false),
             ("input_scale", false),
@@ -88,15 +90,21 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
     Ok(rows)
 }
 
-/// `INT4 group 32, BF16 scales`.
+/// `INT4 group 32, BF16 scales`, `NVFP4: FP4 E2M1 group 16, F8_E4M3 scales over one F32`.
 fn scheme_name(args: &QuantArgs) -> String {
     let granularity = match args.granularity {
         Granularity::PerTensor => "tensor".to_owned(),
         Granularity::PerChannel => "channel".to_owned(),
         Granularity::PerGroup(g) => format!("group {g}"),
+        Granularity::PerBlock(rows, columns) => format!("block {rows}x{columns}"),
     };
     let zero = if args.mapping == Mapping::Asymmetric { " and zero points" } else { "" };
-    format!("INT{} {granularity}, {} scales{zero}", args.qtype.bits(), args.scale_dtype)
+    let (name, over) = match args.scale_dtype {
+        FloatType::F8E4M3 => ("NVFP4: ", " over one F32"),
+        FloatType::F8E8M0 => ("MXFP4: ", ""),
+        FloatType::F32 | FloatType::F16 | FloatType::Bf16 => ("", ""),
+    };
+    format!("{name}{} {granularity}, {} scales{over}{zero}", args.qtype.name(), args.scale_dtype)
 }
 
 /// Tensors, weights and bytes of each kind.

@@ -11,10 +11,13 @@ use dsq_checkpoint::{
     Checkpoint, Dtype, ExportTensor, FolderWriter, LinearSpec, LinearWeight, ModelConfig, Proof, SourceRecord,
     check_groups, check_output, export_folder, printable,
 };
-use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
+};
 use dsq_train::ptq::Fit;
 use rayon::prelude::*;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// Options of `dsq quantize`.
@@ -25,15 +28,17 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Preset: W4A16 or W8A16.
+    /// Preset: W4A16, W8A16, W3A16, W2A16 (integers), FP8A16, FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes). A16:
+    /// activations stay float.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
-    /// Which weights share a scale.
-    #[arg(long, value_enum, default_value = "group")]
-    granularity: GranularityName,
-    /// Weights that share a scale, with --granularity group; must divide in_features of every quantized layer.
-    #[arg(long, default_value_t = 64, value_name = "N")]
-    group_size: usize,
+    /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
+    #[arg(long, value_enum)]
+    granularity: Option<GranularityName>,
+    /// Weights that share a scale, with --granularity group; must divide in_features of every quantized layer
+    /// [default: 64].
+    #[arg(long, value_name = "N")]
+    group_size: Option<usize>,
     /// How codes are chosen.
     #[arg(long, value_enum, default_value = "rtn")]
     method: Method,
@@ -45,7 +50,8 @@ pub struct Args {
     /// How a layer's values give the range of its grid.
     #[arg(long, value_enum, default_value = "minmax")]
     observer: ObserverName,
-    /// Dtype of the stored scales (default: that of the model's weights; f16 for a GGUF file, whose own scales are f16).
+    /// Dtype of the stored scales (default: that of the model's weights; f16 for a GGUF file, whose own scales are f16; NVFP4
+    /// and MXFP4 have their own).
     #[arg(long, value_name = "f16|bf16|f32")]
     scale_dtype: Option<FloatType>,
     /// Dtype of the tensors that stay in float (default: as stored; f16 for a GGUF file).
@@ -91,6 +97,9 @@ enum Method {
     /// then (--steps) all together.
     Blockwise,
 }
+
+/// Weights that share a scale unless something else is said.
+const DEFAULT_GROUP: usize = 64;
 
 /// A layer after quantization, with the groups that carry nothing and how it fits the calibration text.
 struct Layer {
@@ -164,16 +173,20 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
         ))
         .with_hint("use a recipe: dsq train"));
     }
-    let granularity = match args.granularity {
-        GranularityName::Group => Granularity::PerGroup(args.group_size),
-        GranularityName::Channel => Granularity::PerChannel,
-        GranularityName::Tensor => Granularity::PerTensor,
+    let asked = match (args.granularity, args.group_size) {
+        (_, Some(0)) => return Err(CliError::usage("--group-size: expected at least 1, got 0")),
+        (Some(GranularityName::Group), n) => Some(Granularity::PerGroup(n.unwrap_or(DEFAULT_GROUP))),
+        (None, n) => n.map(Granularity::PerGroup),
+        (Some(GranularityName::Channel), _) => Some(Granularity::PerChannel),
+        (Some(GranularityName::Tensor), _) => Some(Granularity::PerTensor),
     };
-    if args.group_size == 0 {
-        return Err(CliError::usage("--group-size: expected at least 1, got 0"));
-    }
     let scale_dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
-    let scheme = weight_scheme(args, "--scheme", &args.scheme, granularity, scale_dtype)?;
+    let fixed = QuantScheme::fixed_grid(&args.scheme);
+    let granularity = asked.or(fixed.usual).unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
+    let dtype = args.scale_dtype.or(fixed.scale_dtype).unwrap_or(scale_dtype);
+    let scheme = weight_scheme(args, "--scheme", &args.scheme, granularity, dtype)?;
+    // What layers with another scheme get unless they say more.
+    let granularity = asked.unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
     let mut names: Vec<String> = model.linears().into_iter().map(|l| l.module).collect();
     let mut ignore = model.default_ignore();
     names.extend(ignore.iter().filter(|&n| !names.contains(n)).cloned().collect::<Vec<_>>());
@@ -212,16 +225,30 @@ fn weight_scheme(
     granularity: Granularity,
     scale_dtype: FloatType,
 ) -> Result<QuantScheme, CliError> {
-    let mut scheme =
-        QuantScheme::preset(name, granularity, scale_dtype).map_err(|e| CliError::usage(format!("{option}: {e}")))?;
+    let mut scheme = QuantScheme::preset(name, granularity, scale_dtype).map_err(|e| {
+        let e = CliError::usage(format!("{option}: {e}"));
+        match QuantScheme::weights_only(name) {
+            Some(known) => {
+                e.with_hint(format!("{option} {known} stores the same weights and leaves activations float"))
+            }
+            None => e,
+        }
+    })?;
     if scheme.activations.is_some() {
         return Err(CliError::usage(format!(
-            "{option}: activations need calibration or training, which `dsq quantize` does not do; expected W4A16 or W8A16, got {name}"
+            "{option}: activations need calibration or training, which `dsq quantize` does not do; expected a scheme that ends in A16, got {name}"
         ))
         .with_hint("use a recipe: dsq train"));
     }
+    if scheme.weights.qtype.float().is_some() && args.method != Method::Rtn {
+        return Err(CliError::usage(format!(
+            "--method: GPTQ and AWQ choose integer codes; expected rtn for {name}, got {}",
+            calibrated::name(args.method)
+        )));
+    }
     if args.asymmetric {
         scheme.weights.mapping = Mapping::Asymmetric;
+        scheme.weights.check().map_err(|e| CliError::usage(format!("--asymmetric: {e}")))?;
     }
     scheme.weights.observer = match args.observer {
         ObserverName::Minmax => WeightObserver::MinMax,
@@ -243,8 +270,10 @@ fn read_override(
     };
     // From the right: a pattern may hold `=` and `:`.
     let (pattern, scheme) = text.rsplit_once('=').filter(|(p, _)| !p.is_empty()).ok_or_else(|| wrong(text))?;
+    let fixed = QuantScheme::fixed_grid(scheme);
+    let scale_dtype = fixed.scale_dtype.unwrap_or(scale_dtype);
     let (name, granularity) = match scheme.split_once(':') {
-        None => (scheme, granularity),
+        None => (scheme, fixed.usual.unwrap_or(granularity)),
         Some((name, "channel")) => (name, Granularity::PerChannel),
         Some((name, "tensor")) => (name, Granularity::PerTensor),
         Some((name, n)) => {
@@ -266,9 +295,10 @@ fn quantize_layers(
 ) -> Result<Vec<Layer>, CliError> {
     let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
     let pool = workers(global)?;
+    let globals = pool.install(|| global_scales(ckpt, config, specs))?;
     let results: Vec<Result<Layer, CliError>> = pool.install(|| {
         let one = |spec: &LinearSpec| {
-            let layer = quantize_layer(args, ckpt, config, spec);
+            let layer = quantize_layer(args, ckpt, config, spec, globals.get(&spec.module).copied());
             bar.inc(1);
             layer
         };
@@ -277,6 +307,27 @@ fn quantize_layers(
     bar.finish_and_clear();
     // The first error in layer order, whichever thread met one first.
     results.into_iter().collect()
+}
+
+/// The global scales of the layers that have one. Layers that a server computes as one matrix share the one of the largest
+/// magnitude of all, as far as they have one.
+fn global_scales(
+    ckpt: &Checkpoint,
+    config: &QuantConfig,
+    specs: &[LinearSpec],
+) -> Result<HashMap<String, f32>, CliError> {
+    let has_one = |s: &&LinearSpec| config.scheme_for(&s.module).is_some_and(|c| c.weights.has_global_scale());
+    let with: Vec<&LinearSpec> = specs.iter().filter(has_one).collect();
+    let largest = |s: &&LinearSpec| {
+        let w = ckpt.linear(&s.module)?.into_f32();
+        Ok((s.module.clone(), w.iter().fold(0.0f32, |m, x| m.max(x.abs()))))
+    };
+    let largest: HashMap<String, f32> = with.par_iter().map(largest).collect::<Result<_, CliError>>()?;
+    let shared = |module: &String| {
+        let fused = ckpt.config().fused_with(module);
+        QuantArgs::global_scale(fused.iter().filter_map(|m| largest.get(m)).fold(0.0, |m, &x| m.max(x)))
+    };
+    Ok(largest.keys().map(|m| (m.clone(), shared(m))).collect())
 }
 
 fn workers(global: &Global) -> Result<rayon::ThreadPool, CliError> {
@@ -298,7 +349,13 @@ fn source_record(ckpt: &Checkpoint, name: &str, w: &[f32], values: &[f32]) -> Re
     Ok(SourceRecord::with_values(ckpt.sha256(name)?, dtype, w, values))
 }
 
-fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &LinearSpec) -> Result<Layer, CliError> {
+fn quantize_layer(
+    args: &Args,
+    ckpt: &Checkpoint,
+    config: &QuantConfig,
+    spec: &LinearSpec,
+    global_scale: Option<f32>,
+) -> Result<Layer, CliError> {
     let name = source_name(ckpt, &spec.module);
     let refuse = |e| CliError::from(dsq_checkpoint::CheckpointError::quant(&args.model, &name, e));
     let LinearWeight::Float { n, k, data } = ckpt.linear(&spec.module)? else {
@@ -307,7 +364,11 @@ fn quantize_layer(args: &Args, ckpt: &Checkpoint, config: &QuantConfig, spec: &L
     let Some(&QuantScheme { weights, .. }) = config.scheme_for(&spec.module) else {
         return Err(CliError::new(70, format!("{name}: no scheme names this layer")));
     };
-    let matrix = dsq_kernels::quantize::quantize(&data, n, k, weights).map_err(refuse)?;
+    let matrix = match global_scale {
+        None => dsq_kernels::quantize::quantize(&data, n, k, weights),
+        Some(_) => QuantizedMatrix::quantize_under(&data, n, k, weights, global_scale),
+    }
+    .map_err(refuse)?;
     let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
     let source = Some(source_record(ckpt, &name, &data, &matrix.dequantize())?);
     let (module, shape) = (spec.module.clone(), spec.shape.clone());

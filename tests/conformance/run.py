@@ -30,6 +30,17 @@ EXPORTS = {
     "w4a16-channel-bf16": ["--scheme", "W4A16", "--granularity", "channel", "--scale-dtype", "bf16"],
     "w8a16-g32-bf16": ["--scheme", "W8A16", "--group-size", "32", "--scale-dtype", "bf16"],
     "w4a16-head-w8a16": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--override", "lm_head=W8A16"],
+    "w3a16-g32-bf16": ["--scheme", "W3A16", "--group-size", "32", "--scale-dtype", "bf16"],
+    "w2a16-g32-f32": ["--scheme", "W2A16", "--group-size", "32", "--scale-dtype", "f32"],
+}
+# Schemes with float codes, alone and mixed.
+FLOAT_EXPORTS = {
+    "fp8a16-channel-bf16": ["--scheme", "FP8A16", "--scale-dtype", "bf16"],
+    "fp8a16-tensor-f32": ["--scheme", "FP8A16", "--granularity", "tensor", "--scale-dtype", "f32"],
+    "fp8a16-block-f32": ["--scheme", "FP8A16_BLOCK", "--scale-dtype", "f32"],
+    "nvfp4a16": ["--scheme", "NVFP4A16"],
+    "mxfp4a16": ["--scheme", "MXFP4A16"],
+    "mixed": ["--scheme", "NVFP4A16", "--override", "down_proj=FP8A16", "--override", "o_proj=MXFP4A16"],
 }
 # An observer of dsq's own: its scales are not compressed-tensors', so only the logits are compared.
 MSE_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--observer", "mse"]
@@ -198,7 +209,95 @@ def check_codes(folder, source, decompressed):
     return f"{len(layers)} layers, {weights} weights: scales, codes, words and values equal"
 
 
-def decompressed_weights(folder):
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def float_values(folder, source):
+    """What compressed-tensors stores for the float-coded layers of a folder, from the same float weights, is what the
+    folder stores, to the bit: codes, scales, global scales, and no tensor more. Gives layer -> values in f32."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    stored = read_folder(folder)
+    groups = config["config_groups"].values()
+    formats = {g["format"] for g in groups}
+    expect(config["format"] == (formats.pop() if len(formats) == 1 else "mixed-precision"), f"format {config['format']}")
+    of = {layer: g for g in groups for layer in g["targets"]}
+    values = {}
+    for layer in sorted(of):
+        w, group = source[f"{layer}.weight"].float(), of[layer]
+        ours = {k.removeprefix(f"{layer}."): v for k, v in stored.items() if k.startswith(f"{layer}.")}
+        args = QuantizationArgs(**group["weights"])
+        # The scale's dtype on the disk is the model's; FP4 names its own.
+        disk = None if args.num_bits == 4 else ours["weight_scale"].dtype
+        if disk is not None:
+            args = QuantizationArgs(**(group["weights"] | {"scale_dtype": disk}))
+        global_scale = None
+        if args.strategy == "tensor_group":
+            stem, name = layer.rsplit(".", 1)
+            fused = next((f for f in FUSED if name in f), (name,))
+            peers = [f"{stem}.{n}" for n in fused if of.get(f"{stem}.{n}", {}).get("format") == group["format"]]
+            global_scale = min(generate_gparam(*torch.aminmax(source[f"{p}.weight"].float())) for p in peers)
+        if args.strategy == "block":
+            rows, columns = args.block_structure
+            parts = [[torch.aminmax(c) for c in r.split(columns, 1)] for r in w.split(rows, 0)]
+            lo, hi = (torch.stack([torch.stack([p[i] for p in r]) for r in parts]) for i in (0, 1))
+        elif args.group_size:
+            parts = w.unflatten(-1, (-1, args.group_size))
+            lo, hi = parts.amin(-1), parts.amax(-1)
+        elif args.strategy == "channel":
+            lo, hi = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
+        else:
+            lo, hi = torch.aminmax(w)
+        scale, _ = calculate_qparams(lo, hi, args, global_scale=global_scale)
+        state = {"weight": w, "weight_scale": scale}
+        if global_scale is not None:
+            state["weight_global_scale"] = global_scale
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        theirs = BaseCompressor.get_value_from_registry(group["format"]).compress(state, scheme)
+        if disk is not None:
+            theirs["weight_scale"] = theirs["weight_scale"].to(disk)
+        expect(sorted(ours) == sorted(theirs), f"{layer}: tensors {sorted(ours)}, expected {sorted(theirs)}")
+        for name, want in theirs.items():
+            got = ours[name]
+            expect((got.dtype, got.shape) == (want.dtype, want.shape),
+                   f"{layer}.{name}: {got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}")
+            a, b = (t.contiguous().view(torch.uint8) for t in (got, want))
+            expect(torch.equal(a, b), f"{layer}.{name}: {(a != b).sum().item()} bytes differ")
+        codes = quantize(w, scale, None, args, global_scale=global_scale)
+        values[layer] = dequantize(codes, scale, None, args, global_scale=global_scale)
+    return values
+
+
+def float_codes(ctx, folder, name):
+    import torch
+    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", FLOAT_EXPORTS[name])
+    values = float_values(out, read_folder(folder))
+    weight, rounded = decompressed_weights(out, as_stored=True), 0
+    for layer, value in values.items():
+        got = weight(layer)
+        # compressed-tensors decompresses FP4, and FP8 with bf16 scales, into bf16: its own last rounding.
+        rounded += got.dtype != torch.float32
+        expect(torch.equal(got, value.to(got.dtype)), f"{layer}: dequantized values differ")
+    return (f"{len(values)} layers, {sum(v.numel() for v in values.values())} weights: every stored byte equal, values equal"
+            f" ({rounded} layers after the bf16 that transformers holds them in)")
+
+
+def float_coded_logits(ctx, folder, name):
+    """The model that transformers loads, with the f32 values of its codes in place of what it rounds to bf16."""
+    out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", FLOAT_EXPORTS[name])
+    model = reference_model(folder)
+    for layer, value in float_values(out, read_folder(folder)).items():
+        model.get_submodule(layer).weight.data = value
+    sequences = json.loads((folder / "tokens.json").read_text())
+    return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(model, sequences), EXPORT_BOUND)
+
+
+def decompressed_weights(folder, as_stored=False):
     """Layer name -> its weight after transformers and compressed-tensors decompressed it."""
     from compressed_tensors.compressors import decompress_module
     model = reference_model(folder)
@@ -206,9 +305,9 @@ def decompressed_weights(folder):
 
     def weight(layer):
         module = modules[layer]
-        if hasattr(module, "weight_packed"):
+        if hasattr(module, "weight_packed") or module.weight.element_size() == 1:
             decompress_module(module)
-        return module.weight.data.float()
+        return module.weight.data if as_stored else module.weight.data.float()
     return weight
 
 
@@ -289,6 +388,9 @@ def checks():
         for name, flags in EXPORTS.items():
             yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
             yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name, x=flags: export_logits(ctx, f, n, x)
+        for name in FLOAT_EXPORTS:
+            yield f"float-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_codes(ctx, f, n)
+            yield f"float-coded-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_coded_logits(ctx, f, n)
         yield f"export-logits {tiny} mse", lambda ctx, f=GOLDEN / tiny: export_logits(ctx, f, "mse", MSE_EXPORT)
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float

@@ -2,13 +2,14 @@
 """Golden vectors from the Python tools that own each format or layer.
 
     pip install -r ../conformance/requirements.txt
-    python3 make_golden.py [int4] [llama] [training] [resnet] [tokenizer] [gguf_grids] [versions]
+    python3 make_golden.py [int4] [ints] [floats] [llama] [training] [resnet] [tokenizer] [gguf_grids] [versions]
     (default: all of them)
 
 Everything is seeded and single-threaded. A test reads the outputs; Python is not needed to run the tests.
 README.md beside this file says what each file holds.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -151,6 +152,160 @@ def int4():
     (HERE / "int4_ct.json").write_text(
         "[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
     print(f"int4_ct: {len(cases)} cases, {(HERE / 'int4_ct.safetensors').stat().st_size} bytes")
+
+
+# ---------------------------------------------------------------- ints_ct, floats_ct
+
+# Matrices of int4_ct that are kept small here; the others would add bytes and no corner.
+SMALL = ("normal_k32", "normal_k96", "ties_k64", "zero_groups_k96", "tiny_mixed_k64", "constant_k64", "outliers_k64",
+         "one_sided_k64")
+
+
+def save(name, tensors, cases):
+    save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, HERE / f"{name}.safetensors")
+    (HERE / f"{name}.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
+    print(f"{name}: {len(cases)} cases, {(HERE / f'{name}.safetensors').stat().st_size} bytes")
+
+
+def ints():
+    """INT8, INT3 and INT2 as `int4` does INT4; the packed words hold the codes, so these are not stored twice."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    tensors, cases = {}, []
+    for mat, w in matrices().items():
+        if mat not in SMALL:
+            continue
+        tensors[f"{mat}.weight"] = w
+        for bits in (8, 3, 2):
+            for symmetric in (True, False):
+                for strategy, group in (("group", 32), ("channel", None), ("tensor", None)):
+                    storage = ("f32", "bf16", "f16")[len(cases) % 3]
+                    args = QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, strategy=strategy,
+                                            group_size=group, scale_dtype=DTYPES[storage])
+                    scale, zero = calculate_qparams(*min_max(w, strategy, group), args)
+                    codes = quantize(w, scale, zero, args, dtype=torch.int8)
+                    value = dequantize(codes, scale, zero, args)
+                    packed = PackedQuantizationCompressor.compress(
+                        {"weight": w, "weight_scale": scale, "weight_zero_point": zero},
+                        QuantizationScheme(targets=["Linear"], weights=args))
+                    words = packed["weight_packed"]
+                    assert torch.equal(words, pack_to_int32(codes, bits))
+                    assert torch.equal(unpack_from_int32(words, bits, w.shape), codes)
+                    assert torch.isfinite(value).all() and (scale > 0).all()
+                    name = f"{mat}.w{bits}.{'sym' if symmetric else 'asym'}.{strategy}{group or ''}.{storage}"
+                    tensors[f"{name}.weight_scale"] = scale.to(DTYPES[storage])
+                    tensors[f"{name}.weight_packed"] = words
+                    if not symmetric:
+                        tensors[f"{name}.weight_zero_point"] = packed["weight_zero_point"]
+                    # The values follow from codes and scale; a digest of their bits tells whether they do. Adding 0 makes
+                    # a zero positive.
+                    cases.append({"name": name, "matrix": mat, "shape": list(w.shape), "num_bits": bits,
+                                  "symmetric": symmetric, "strategy": strategy, "group_size": group,
+                                  "scale_dtype": storage, "values_sha256": values_sha256(value)})
+    save("ints_ct", tensors, cases)
+
+
+def values_sha256(value):
+    assert value.dtype == torch.float32
+    return hashlib.sha256((value + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+def float_matrices():
+    """The matrices of int4_ct that say something here, ties of FP8 and FP4, and shapes with tails of blocks."""
+    g = torch.Generator().manual_seed(20261129)
+    out = {k: v for k, v in matrices().items() if k in SMALL or k.startswith("tiny_1e") or k == "log_uniform_k96"}
+    # FP8 at scale 1: the largest value is 448, the others midpoints of neighbours.
+    codes = torch.arange(0, 0x7f, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    mid = (codes[1:] + codes[:-1]) / 2
+    row = torch.cat([torch.tensor([448.0, -0.0]), mid])
+    out["fp8_ties_k128"] = torch.stack([row, -row, row * 2.0 ** -7])
+    # FP4 at a power-of-two scale: amax 6, every midpoint and its neighbours in f32.
+    mid = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = torch.stack([mid, torch.nextafter(mid, torch.tensor(0.0)), torch.nextafter(mid, torch.tensor(9.0))]).flatten()
+    row = torch.cat([torch.tensor([6.0, -6.0]), near, -mid, torch.tensor([-0.0, -1e-30])])
+    out["fp4_ties_k32"] = torch.stack([row, row.flip(0), row * 2.0 ** -9, -row])
+    # Largest magnitudes around the mantissa 1.75, where MX scales go up.
+    top = torch.tensor([1.75, 1.7499999, 1.5, 1.0, 1.9999999, 1.75 * 2.0 ** -126, 1.0 * 2.0 ** -126])
+    out["mx_powers_k32"] = torch.rand(7, 32, generator=g) * top[:, None]
+    out["mx_powers_k32"][:, 5] = top
+    out["blocks_130x200"] = torch.randn(130, 200, generator=g) * 0.05
+    out["blocks_130x200"][129, 199] = 3.0
+    # A bulk of zeros keeps the file small under compression of the repository, and tells that a block of zeros is one.
+    out["blocks_130x200"][:128, :128] = 0.0
+    return {k: v.float().contiguous() for k, v in out.items()}
+
+
+def floats():
+    """FP8 for a tensor, a row or a block, NVFP4 and MXFP4."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    def block_min_max(w, rows, columns):
+        lo = torch.zeros(-(-w.shape[0] // rows), -(-w.shape[1] // columns))
+        hi = lo.clone()
+        for i in range(lo.shape[0]):
+            for j in range(lo.shape[1]):
+                part = w[i * rows:(i + 1) * rows, j * columns:(j + 1) * columns]
+                lo[i, j], hi[i, j] = part.min(), part.max()
+        return lo, hi
+
+    tensors, cases = {}, []
+    for mat, w in float_matrices().items():
+        tensors[f"{mat}.weight"] = w
+        wanted = [("fp8", "tensor"), ("fp8", "channel"), ("fp8", "block"), ("nvfp4", None), ("nvfp4", "shared"), ("mxfp4", None)]
+        if mat.startswith("blocks"):
+            wanted = [("fp8", "block"), ("fp8", "tensor")]
+        for scheme_name, strategy in wanted:
+            group = {"nvfp4": 16, "mxfp4": 32}.get(scheme_name)
+            if group and w.shape[1] % group:
+                continue
+            storage, global_scale = None, None
+            if scheme_name == "fp8":
+                storage = ("f32", "bf16", "f16")[len(cases) % 3]
+                args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy,
+                                        block_structure=[128, 128] if strategy == "block" else None,
+                                        scale_dtype=DTYPES[storage])
+                lo, hi = block_min_max(w, 128, 128) if strategy == "block" else min_max(w, strategy, None)
+                scheme, format = QuantizationScheme(targets=["Linear"], weights=args), "float-quantized"
+            else:
+                scheme = preset_name_to_scheme(f"{scheme_name}a16", ["Linear"])
+                args, format = scheme.weights, f"{scheme_name}-pack-quantized"
+                lo, hi = min_max(w, "group", group)
+                if scheme_name == "nvfp4":
+                    # `shared`: under the global scale of another layer with values three times as large.
+                    global_scale = generate_gparam(*torch.aminmax(w * 3.0 if strategy else w))
+            scale, _ = calculate_qparams(lo, hi, args, global_scale=global_scale)
+            if not torch.isfinite(scale).all():
+                continue
+            # No zero point, as a symmetric scheme has none on the disk: with one, -0 would lose its sign.
+            codes = quantize(w, scale, None, args, global_scale=global_scale)
+            value = dequantize(codes, scale, None, args, global_scale=global_scale)
+            assert value.dtype == torch.float32 and torch.isfinite(value).all() and (scale > 0).all()
+            assert torch.equal(value, fake_quantize(w, scale, None, args, global_scale=global_scale))
+            state = {"weight": w, "weight_scale": scale}
+            if global_scale is not None:
+                state["weight_global_scale"] = global_scale
+            stored = BaseCompressor.get_value_from_registry(format).compress(state, scheme)
+            if storage:
+                stored["weight_scale"] = scale.to(DTYPES[storage])
+                assert torch.equal(stored["weight_scale"].float(), scale)
+            name = f"{mat}.{scheme_name}{'.' + strategy if strategy else ''}{'.' + storage if storage else ''}"
+            # compressed-tensors unpacks FP4 through bf16; on the f32 path the values are these.
+            tensors |= {f"{name}.{k}": v for k, v in stored.items()}
+            cases.append({"name": name, "matrix": mat, "shape": list(w.shape), "scheme": scheme_name, "strategy": strategy,
+                          "scale_dtype": storage, "values_sha256": values_sha256(value)})
+    save("floats_ct", tensors, cases)
+    # What torch makes of numbers that FP8 does not hold, after compressed-tensors' clamp.
+    x = torch.tensor([448, 449, 464, 464.01, 465, 480, 1e4, -1000, 2.0 ** -9, 2.0 ** -10, 1.0001 * 2.0 ** -10, -0.0, 256, 288])
+    bytes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    assert bytes == [126] * 7 + [254, 1, 0, 1, 128, 120, 121], bytes
 
 
 # ---------------------------------------------------------------- llama_tiny
@@ -443,7 +598,7 @@ def main():
     if torch is not None:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-    steps = {"int4": int4, "llama": llama, "training": training, "resnet": resnet, "tokenizer": tokenizer,
+    steps = {"int4": int4, "ints": ints, "floats": floats, "llama": llama, "training": training, "resnet": resnet, "tokenizer": tokenizer,
              "gguf_grids": gguf_grids, "versions": versions}
     for name in sys.argv[1:] or steps:
         steps[name]()

@@ -4,7 +4,7 @@
 
 use crate::llama_bound::{Linear, PASSES, Reference, Trace};
 use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, LlamaConfig, ModelConfig, export_folder};
-use dsq_kernels::{Int4Linear, Int8Linear};
+use dsq_kernels::{Fp4Linear, Fp8Linear, Int4Linear, Int8Linear};
 use dsq_model::Llama;
 use dsq_quant::{
     FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix, WeightObserver,
@@ -68,6 +68,8 @@ impl Case {
                 10 => QuantType::Int8,
                 9 => QuantType::Int3,
                 8 => QuantType::Int2,
+                // Float codes have neither groups nor zero points.
+                7 if !matches!(granularity, Granularity::PerGroup(_)) && pick % 4 != 3 => QuantType::Fp8E4M3,
                 _ => QuantType::Int4,
             },
             granularity,
@@ -143,6 +145,8 @@ fn packed_rows(matrix: &QuantizedMatrix) -> Vec<f32> {
         match matrix.args.qtype {
             QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => Int4Linear::new(matrix).unwrap().row(i, row),
             QuantType::Int8 => Int8Linear::new(matrix).unwrap().row(i, row),
+            QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => Fp8Linear::new(matrix).unwrap().row(i, row),
+            QuantType::Fp4E2M1 => Fp4Linear::new(matrix).unwrap().row(i, row),
         }
     }
     out

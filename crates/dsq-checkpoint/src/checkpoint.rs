@@ -5,11 +5,11 @@ use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
 use crate::json::{parse_json, read_bounded, read_json};
-use crate::packed::{StoredZeros, stored_scale_shape, stored_zero_shape, unpack};
+use crate::packed::{StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
 use crate::quantization::QuantizationConfig;
 use crate::tensor::floats_from_bytes;
 use crate::{CheckpointError, Dtype, Fault, ModelConfig, TensorInfo};
-use dsq_quant::{FloatType, Mapping, QParams, QuantArgs, QuantizedMatrix, packed_words};
+use dsq_quant::{FloatType, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
@@ -205,7 +205,12 @@ impl Checkpoint {
 
     /// Whether the weight of a module is stored as compressed-tensors codes.
     pub fn is_quantized(&self, module: &str) -> bool {
-        self.info(&format!("{module}.weight_packed")).is_some()
+        self.info(&format!("{module}.weight_packed")).is_some() || self.is_fp8(module)
+    }
+
+    /// Whether a module's `weight` holds FP8 codes, which mean nothing without their scale.
+    fn is_fp8(&self, module: &str) -> bool {
+        matches!(self.dtype(&format!("{module}.weight")), Some(Dtype::F8E4m3 | Dtype::F8E5m2))
     }
 
     /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding.
@@ -287,40 +292,67 @@ impl Checkpoint {
     fn quantized(&self, module: &str) -> Result<QuantizedMatrix, CheckpointError> {
         let name = |suffix: &str| format!("{module}.{suffix}");
         let Some((mut args, _)) = self.group_args(module) else {
-            let problem =
-                "packed weight of a module that quantization_config does not name; expected a scheme, got none";
-            return Err(self.invalid(&name("weight_packed"), problem));
+            let problem = "codes of a module that quantization_config does not name; expected a scheme, got none";
+            return Err(self.invalid(&name(if self.is_fp8(module) { "weight" } else { "weight_packed" }), problem));
         };
-        let shape = self.ints::<8>(&name("weight_shape"), Dtype::I64)?;
-        let shape: Vec<usize> =
-            shape.into_iter().map(|b| i64::from_le_bytes(b).try_into().unwrap_or(usize::MAX)).collect();
+        let [n, k, rank] = self.quantized_shape(module, &args)?;
+        args.scale_shape(n, k).map_err(|e| CheckpointError::invalid(&self.path, module, e.to_string()))?;
+        for e in expected_tensors(&args, n, k, rank) {
+            let name = name(e.suffix);
+            let info = self.info(&name).ok_or_else(|| self.missing(&name))?;
+            let float = self.dtype(&name).is_some_and(|d| d.float().is_some());
+            let wanted = e.dtype.map_or("F32, F16 or BF16", Dtype::name);
+            if info.shape != e.shape || e.dtype.map_or(!float, |d| d.name() != info.dtype) {
+                let problem = format!("expected {wanted} {:?}, got {} {:?}", e.shape, info.dtype, info.shape);
+                return Err(self.invalid(&name, problem));
+            }
+        }
+        let (dtype, bytes) = self.read_stored(&name("weight_scale"))?;
+        args.scale_dtype = dtype.float().unwrap_or(args.scale_dtype);
+        let scales = unpack_scales(&bytes, args.scale_dtype);
+        let zeros = self.stored_zeros(module, &args)?;
+        let global = match args.has_global_scale() {
+            false => None,
+            true => Some(self.read_f32(&name("weight_global_scale"))?[0]),
+        };
+        let (_, bytes) = self.read_stored(&name(if self.is_fp8(module) { "weight" } else { "weight_packed" }))?;
+        let codes = unpack_codes(&args, n, k, &bytes);
+        unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global)
+    }
+
+    /// Rows, columns and number of dimensions of a quantized weight: what `weight_shape` says, or the codes where there is
+    /// none.
+    fn quantized_shape(&self, module: &str, args: &QuantArgs) -> Result<[usize; 3], CheckpointError> {
+        let name = |suffix: &str| format!("{module}.{suffix}");
+        let (from, shape) = match args.qtype.float() {
+            None => {
+                let shape = self.ints::<8>(&name("weight_shape"), Dtype::I64)?;
+                let shape = shape.into_iter().map(|b| i64::from_le_bytes(b).try_into().unwrap_or(usize::MAX));
+                (name("weight_shape"), shape.collect::<Vec<usize>>())
+            }
+            Some(f) => {
+                let from = name(if f.bits() == 8 { "weight" } else { "weight_packed" });
+                let mut shape = self.info(&from).ok_or_else(|| self.missing(&from))?.shape;
+                if shape.len() != 2 {
+                    return Err(self.invalid(&from, format!("expected a matrix, got shape {shape:?}")));
+                }
+                shape[1] = shape[1].saturating_mul(8 / f.bits());
+                (from, shape)
+            }
+        };
         // 2^48 elements: far above any tensor, and far below where word counts would overflow.
         let size = shape.iter().try_fold(1usize, |acc, &d| acc.checked_mul(d)).filter(|&s| s <= 1 << 48);
         let (Some(&n), Some(size), 2..) = (shape.first(), size, shape.len()) else {
-            return Err(self.invalid(&name("weight_shape"), format!("expected [out, in], got {shape:?}")));
+            return Err(self.invalid(&from, format!("expected [out, in], got {shape:?}")));
         };
         let k = size.checked_div(n).unwrap_or(0);
         if n == 0 || k == 0 {
-            return Err(
-                self.invalid(&name("weight_shape"), format!("expected at least one row and column, got {shape:?}"))
-            );
+            return Err(self.invalid(&from, format!("expected at least one row and column, got {shape:?}")));
         }
-        args.scale_shape(n, k).map_err(|e| CheckpointError::invalid(&self.path, module, e.to_string()))?;
-        let bits = args.qtype.bits();
-        self.expect_tensor(&name("weight_packed"), "I32", &[n, packed_words(k, bits)])?;
-        let (dtype, bytes) = self.read_stored(&name("weight_scale"))?;
-        args.scale_dtype = dtype
-            .float()
-            .ok_or_else(|| self.invalid(&name("weight_scale"), format!("expected F32, F16 or BF16, got {dtype}")))?;
-        self.expect_tensor(&name("weight_scale"), dtype.name(), &stored_scale_shape(&args, n, k))?;
-        let scales = floats_from_bytes(&bytes, args.scale_dtype);
-        let zeros = self.stored_zeros(module, &args, n, k)?;
-        let words: Vec<i32> =
-            self.ints::<4>(&name("weight_packed"), Dtype::I32)?.into_iter().map(i32::from_le_bytes).collect();
-        unpack(&self.path, module, args, n, k, &words, scales, &zeros)
+        Ok([n, k, shape.len()])
     }
 
-    fn stored_zeros(&self, module: &str, args: &QuantArgs, n: usize, k: usize) -> Result<StoredZeros, CheckpointError> {
+    fn stored_zeros(&self, module: &str, args: &QuantArgs) -> Result<StoredZeros, CheckpointError> {
         let name = format!("{module}.weight_zero_point");
         if args.mapping == Mapping::Symmetric {
             if self.info(&name).is_some() {
@@ -329,9 +361,7 @@ impl Checkpoint {
             }
             return Ok(StoredZeros::None);
         }
-        let (dtype, shape) = stored_zero_shape(args, n, k);
-        self.expect_tensor(&name, dtype, &shape)?;
-        if dtype == "I8" {
+        if self.dtype(&name) == Some(Dtype::I8) {
             return Ok(StoredZeros::One(self.read_stored(&name)?.1[0] as i8));
         }
         let words = self.ints::<4>(&name, Dtype::I32)?.into_iter().map(i32::from_le_bytes).collect();
@@ -345,15 +375,6 @@ impl Checkpoint {
         }
         let (chunks, _) = bytes.as_chunks::<N>();
         Ok(chunks.to_vec())
-    }
-
-    fn expect_tensor(&self, name: &str, dtype: &str, shape: &[usize]) -> Result<(), CheckpointError> {
-        let info = self.info(name).ok_or_else(|| self.missing(name))?;
-        if info.dtype != dtype || info.shape != shape {
-            let problem = format!("expected {dtype} {shape:?}, got {} {:?}", info.dtype, info.shape);
-            return Err(self.invalid(name, problem));
-        }
-        Ok(())
     }
 
     /// `tokenizer.json`: the file of the folder, or rebuilt from a GGUF file's keys.

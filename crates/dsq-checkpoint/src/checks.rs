@@ -4,9 +4,9 @@
 use crate::checkpoint::hex_sha256;
 use crate::config::fields::show;
 use crate::json::read_json;
-use crate::packed::{stored_scale_shape, stored_zero_shape};
+use crate::packed::{WEIGHT_PARTS, expected_tensors};
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
-use dsq_quant::{Mapping, packed_words};
+use dsq_quant::Mapping;
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
@@ -75,9 +75,7 @@ fn expect_float(ckpt: &Checkpoint, name: &str, shape: &[usize], problems: &mut P
 fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, used: &mut HashSet<String>) {
     let name = |suffix: &str| format!("{}.{suffix}", spec.module);
     let (n, k) = (spec.n(), spec.k());
-    for suffix in ["weight", "bias", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"] {
-        used.insert(name(suffix));
-    }
+    used.extend(WEIGHT_PARTS.into_iter().chain(["bias"]).map(name));
     if ckpt.info(&name("bias")).is_some() {
         if matches!(ckpt.config(), ModelConfig::Llama(_)) {
             problems.push((name("bias"), "dsq's llama has no biases; expected no such tensor, got one".into()));
@@ -88,9 +86,10 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     let class = if spec.shape.len() == 4 { "Conv2d" } else { "Linear" };
     let group = ckpt.quantization().and_then(|q| q.group_for(&spec.module, class));
     let Some(group) = group else {
-        if ckpt.info(&name("weight_packed")).is_some() {
-            let what = "packed weight of a module that quantization_config does not name; expected a scheme, got none";
-            problems.push((name("weight_packed"), what.into()));
+        if ckpt.is_quantized(&spec.module) {
+            let what = "codes of a module that quantization_config does not name; expected a scheme, got none";
+            let packed = ckpt.info(&name("weight_packed")).is_some();
+            problems.push((name(if packed { "weight_packed" } else { "weight" }), what.into()));
         } else {
             expect_float(ckpt, &name("weight"), &spec.shape, problems);
         }
@@ -103,30 +102,29 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         problems.push((spec.module.clone(), e.to_string()));
         return;
     }
-    let mut expect = |suffix: &str, dtype: Option<&str>, shape: &[usize]| {
-        let name = name(suffix);
+    let expected = expected_tensors(&group.weights, n, k, spec.shape.len());
+    for e in &expected {
+        let (name, wanted) = (name(e.suffix), e.dtype.map_or("F32, F16 or BF16", Dtype::name));
         let problem = match ckpt.info(&name) {
             None => "expected this tensor, got nothing".into(),
-            Some(i) if i.shape != shape => format!("expected shape {shape:?}, got {:?}", i.shape),
-            Some(i) if dtype.is_some_and(|d| d != i.dtype) => {
-                format!("expected {}, got {}", dtype.unwrap_or_default(), i.dtype)
-            }
-            Some(i) if dtype.is_none() && Dtype::parse(&i.dtype).and_then(Dtype::float).is_none() => {
-                format!("expected F32, F16 or BF16, got {}", i.dtype)
-            }
-            Some(_) => return,
+            Some(i) if i.shape != e.shape => format!("expected shape {:?}, got {:?}", e.shape, i.shape),
+            Some(i) => match (Dtype::parse(&i.dtype), e.dtype) {
+                (got, Some(dtype)) if got == Some(dtype) => continue,
+                (Some(got), None) if got.float().is_some() => continue,
+                _ => format!("expected {wanted}, got {}", i.dtype),
+            },
         };
         problems.push((name, problem));
-    };
-    expect("weight_packed", Some("I32"), &[n, packed_words(k, group.weights.qtype.bits())]);
-    expect("weight_scale", None, &stored_scale_shape(&group.weights, n, k));
-    expect("weight_shape", Some("I64"), &[spec.shape.len()]);
-    let zero = name("weight_zero_point");
-    if group.weights.mapping == Mapping::Asymmetric {
-        let (dtype, shape) = stored_zero_shape(&group.weights, n, k);
-        expect("weight_zero_point", Some(dtype), &shape);
-    } else if ckpt.info(&zero).is_some() {
-        problems.push((zero, "zero points of a symmetric scheme; expected no such tensor, got one".into()));
+    }
+    // A float weight beside a packed one was told above.
+    for suffix in WEIGHT_PARTS.into_iter().filter(|s| *s != "weight" && !expected.iter().any(|e| e.suffix == *s)) {
+        if ckpt.info(&name(suffix)).is_some() {
+            let what = match suffix {
+                "weight_zero_point" => "zero points of a symmetric scheme; expected no such tensor, got one".into(),
+                _ => format!("{} weights have no such tensor; expected none, got one", group.weights.qtype.name()),
+            };
+            problems.push((name(suffix), what));
+        }
     }
     if let Some(activations) = &group.activations {
         let (scale, zero) = (name("input_scale"), name("input_zero_point"));
@@ -168,7 +166,9 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
         }
     }
     let last = name.rsplit('.').next().unwrap_or_default();
-    if ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale"].contains(&last) {
+    let parts =
+        ["weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "input_scale"];
+    if parts.contains(&last) || last == "input_global_scale" {
         problems.push((name.into(), "quantization tensor that quantization_config does not call for".into()));
         return false;
     }
@@ -230,7 +230,8 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
 pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = check_proof(ckpt);
     for name in ckpt.names() {
-        if let Some(module) = name.strip_suffix(".weight_packed") {
+        let codes = name.strip_suffix(".weight_packed").or(name.strip_suffix(".weight"));
+        if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
             if let Err(e) = ckpt.linear(module).and_then(|_| ckpt.activation(module)) {
                 faults.push(fault_of(ckpt, &name, &e));
             }

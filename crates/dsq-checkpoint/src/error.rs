@@ -162,7 +162,7 @@ impl CheckpointError {
             Self::Quant { source, .. } => match source {
                 QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. } => 6,
                 QuantError::GroupNotDividing { .. } | QuantError::Setting { .. } => 2,
-                QuantError::Length { .. } | QuantError::BadQParam { .. } => 3,
+                QuantError::Length { .. } | QuantError::BadQParam { .. } | QuantError::BadCode { .. } => 3,
             },
         }
     }

@@ -2,7 +2,7 @@
 //! point and value is compared with what was to be written. Not the choice of codes (see `dsq-quant`).
 
 use crate::checkpoint::hex_sha256;
-use crate::packed::pack;
+use crate::packed::{DiskFormat, pack};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::{Pending, check_pending, file_size, sort};
 use crate::tensor::{conversion_loss, float_bytes};
@@ -268,6 +268,14 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
                     matrix.n, matrix.k
                 ));
             }
+            if DiskFormat::of(&matrix.args).is_none() {
+                let name = matrix.args.qtype.name();
+                return usage(format!("compressed-tensors has no format for {name} weights; expected another scheme"));
+            }
+            if matrix.args.qtype.float().is_some() && shape.len() != 2 {
+                let name = matrix.args.qtype.name();
+                return usage(format!("{name} weights of linear layers only; expected shape [n, k], got {shape:?}"));
+            }
             if size[0] == 0 || size[1] == 0 {
                 return usage(format!("expected at least one row and column, got shape {shape:?}"));
             }
@@ -329,6 +337,8 @@ fn folder_files(
             FloatType::F32 => "float32",
             FloatType::F16 => "float16",
             FloatType::Bf16 => "bfloat16",
+            // Never a dtype of most values, see `main_dtype`.
+            FloatType::F8E4M3 | FloatType::F8E8M0 => "float32",
         };
         map.insert("dtype".into(), json!(name));
         map.insert("torch_dtype".into(), json!(name));
@@ -352,18 +362,19 @@ fn folder_files(
 /// The dtype of most float values, which is the dtype of the model; that of the scales when all is quantized.
 fn main_dtype(layers: &[ExportTensor]) -> FloatType {
     let mut counts = [0usize; 3];
-    let index = |t: FloatType| FloatType::ALL.iter().position(|a| *a == t).unwrap_or(0);
+    let index = |t: FloatType| FloatType::ALL.iter().position(|a| *a == t);
+    let mut count = |t: FloatType, n: usize| index(t).into_iter().for_each(|i| counts[i] += n);
     for layer in layers {
         match layer {
             ExportTensor::Float { data, dtype, .. } | ExportTensor::Rescaled { data, dtype, .. } => {
-                counts[index(*dtype)] += data.len()
+                count(*dtype, data.len())
             }
             ExportTensor::Copy { dtype, bytes, .. } => {
                 if let Some(t) = dtype.float() {
-                    counts[index(t)] += bytes.len() / dtype.size();
+                    count(t, bytes.len() / dtype.size());
                 }
             }
-            ExportTensor::Linear { matrix, .. } => counts[index(matrix.args.scale_dtype)] += matrix.scales.len(),
+            ExportTensor::Linear { matrix, .. } => count(matrix.args.scale_dtype, matrix.scales.len()),
         }
     }
     let best = (0..3).max_by_key(|&i| (counts[i], std::cmp::Reverse(i))).unwrap_or(0);
@@ -432,8 +443,9 @@ fn prove(
             }
             count += 1;
             let class = match p.name.rsplit('.').next().unwrap_or_default() {
+                "weight" if matches!(layer, ExportTensor::Linear { .. }) => "codes",
                 "weight_packed" => "codes",
-                "weight_scale" => "scales",
+                "weight_scale" | "weight_global_scale" => "scales",
                 "weight_zero_point" => "zero_points",
                 "weight_shape" | "input_scale" | "input_zero_point" => "other",
                 _ => "float",

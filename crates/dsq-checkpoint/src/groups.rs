@@ -52,7 +52,11 @@ pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> 
     }
     let largest = (1..8).map(|i| 1usize << i).rfind(|g| divisor.is_multiple_of(*g));
     let fits = largest.map_or(String::new(), |g| format!(" ({g} divides all)"));
-    let mut hint = format!("choose another group size{fits}");
+    // The group of NVFP4 and MXFP4 is part of their names.
+    let mut hint = match scheme.scheme.weights.qtype.float() {
+        None => format!("choose another group size{fits}"),
+        Some(_) => "choose another scheme".into(),
+    };
     if !ignore.is_empty() {
         let ignore: Vec<_> = ignore.iter().map(|m| format!("--ignore {m}")).collect();
         hint.push_str(&format!(", or leave these layers in float: {}", ignore.join(" ")));

@@ -1,34 +1,167 @@
-//! The tensors of one `pack-quantized` module: `weight_packed`, `weight_scale`, `weight_zero_point`, `weight_shape`.
-//! Not the config (see `quantization.rs`), not the files.
+//! The tensors of one quantized module, format by format: which there are, and the way from a matrix to them and back. Not
+//! the config (see `quantization.rs`), not the files.
 //!
-//! A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers in
-//! `weight_shape`; the Python package packs linear layers only.
+//! - `pack-quantized` (INT): `weight_packed` I32 `[n, words]`, `weight_scale`, `weight_zero_point` if asymmetric,
+//!   `weight_shape` I64. A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers
+//!   in `weight_shape`; the Python package packs linear layers only.
+//! - `float-quantized` (FP8 E4M3): `weight` F8_E4M3 `[n, k]`, `weight_scale` `[1]`, `[n, 1]` or the blocks down and across.
+//! - `nvfp4-pack-quantized`: `weight_packed` U8 `[n, k / 2]`, the even column in the low nibble, `weight_scale` F8_E4M3
+//!   `[n, k / 16]`, `weight_global_scale` F32 `[1]`, a divisor.
+//! - `mxfp4-pack-quantized`: `weight_packed` as above, `weight_scale` U8 `[n, k / 32]`, the biased exponents.
 
-use crate::{CheckpointError, NamedTensor, TensorData};
-use dsq_quant::{Granularity, Mapping, QuantArgs, QuantizedMatrix, pack_i32, pack_rows, packed_words, unpack_i32};
+use crate::{CheckpointError, Dtype, NamedTensor, TensorData};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, MiniFloat, QuantArgs, QuantType, QuantizedMatrix, e8m0_decode, e8m0_encode,
+    pack_i32, pack_rows, packed_words, unpack_i32,
+};
 use std::path::Path;
 
-/// The tensors that store `matrix` of `module`, whose weight has `shape` (its first dimension `n`, the others `k`).
-pub(crate) fn pack(module: &str, shape: &[usize], matrix: &QuantizedMatrix) -> Vec<NamedTensor> {
-    let (n, k, bits) = (matrix.n, matrix.k, matrix.args.qtype.bits());
-    let words = pack_rows(&matrix.codes, k, bits);
-    let named = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
-    let scale_shape = stored_scale_shape(&matrix.args, n, k);
-    let mut out = vec![
-        named("weight_packed", TensorData::I32 { shape: vec![n, packed_words(k, bits)], data: words }),
-        named(
-            "weight_scale",
-            TensorData::Float { shape: scale_shape, data: matrix.scales.clone(), dtype: matrix.args.scale_dtype },
-        ),
-        named(
-            "weight_shape",
-            TensorData::I64 { shape: vec![shape.len()], data: shape.iter().map(|&d| d as i64).collect() },
-        ),
-    ];
-    if matrix.args.mapping == Mapping::Asymmetric {
-        out.push(named("weight_zero_point", pack_zeros(matrix)));
+/// A disk format of compressed-tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DiskFormat {
+    PackQuantized,
+    FloatQuantized,
+    Nvfp4,
+    Mxfp4,
+}
+
+impl DiskFormat {
+    /// The format of a scheme; `None` when compressed-tensors has none for it.
+    pub(crate) fn of(args: &QuantArgs) -> Option<Self> {
+        match (args.qtype, args.scale_dtype) {
+            (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) => Some(Self::PackQuantized),
+            (QuantType::Fp8E4M3, _) => Some(Self::FloatQuantized),
+            (QuantType::Fp4E2M1, FloatType::F8E8M0) => Some(Self::Mxfp4),
+            (QuantType::Fp4E2M1, _) => Some(Self::Nvfp4),
+            (QuantType::Fp8E5M2, _) => None,
+        }
     }
+
+    /// Its name in a config.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::PackQuantized => "pack-quantized",
+            Self::FloatQuantized => "float-quantized",
+            Self::Nvfp4 => "nvfp4-pack-quantized",
+            Self::Mxfp4 => "mxfp4-pack-quantized",
+        }
+    }
+
+    /// Whether a config may give this name to the format. What compressed-tensors calls FP8 weights when nothing says
+    /// otherwise is `naive-quantized`; the tensors are those of `float-quantized`.
+    pub(crate) fn is_called(self, name: &str) -> bool {
+        name == self.name() || (self == Self::FloatQuantized && name == "naive-quantized")
+    }
+}
+
+/// A tensor that a quantized module must have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// What follows the module's name and a dot.
+    pub suffix: &'static str,
+    /// Its dtype; `None`: F32, F16 or BF16.
+    pub dtype: Option<Dtype>,
+    pub shape: Vec<usize>,
+}
+
+/// Every part of a module's name that a quantized weight may have on the disk, in any format.
+pub(crate) const WEIGHT_PARTS: [&str; 6] =
+    ["weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape"];
+
+/// The tensors of an `[n, k]` weight of `rank` dimensions (2 for a linear layer). The shape was checked against `args`.
+pub(crate) fn expected_tensors(args: &QuantArgs, n: usize, k: usize, rank: usize) -> Vec<Expected> {
+    let one = |suffix, dtype, shape: &[usize]| Expected { suffix, dtype, shape: shape.to_vec() };
+    let scale = stored_scale_shape(args, n, k);
+    match DiskFormat::of(args) {
+        Some(DiskFormat::PackQuantized) => {
+            let words = packed_words(k, args.qtype.bits());
+            let mut out = vec![
+                one("weight_packed", Some(Dtype::I32), &[n, words]),
+                one("weight_scale", None, &scale),
+                one("weight_shape", Some(Dtype::I64), &[rank]),
+            ];
+            if args.mapping == Mapping::Asymmetric {
+                let (dtype, shape) = stored_zero_shape(args, n, k);
+                out.push(one("weight_zero_point", Some(dtype), &shape));
+            }
+            out
+        }
+        Some(DiskFormat::FloatQuantized) => {
+            vec![one("weight", Some(Dtype::F8E4m3), &[n, k]), one("weight_scale", None, &scale)]
+        }
+        Some(DiskFormat::Nvfp4) => vec![
+            one("weight_packed", Some(Dtype::U8), &[n, k / 2]),
+            one("weight_scale", Some(Dtype::F8E4m3), &scale),
+            one("weight_global_scale", Some(Dtype::F32), &[1]),
+        ],
+        Some(DiskFormat::Mxfp4) => {
+            vec![one("weight_packed", Some(Dtype::U8), &[n, k / 2]), one("weight_scale", Some(Dtype::U8), &scale)]
+        }
+        None => Vec::new(),
+    }
+}
+
+/// The tensors that store `matrix` of `module`, whose weight has `shape` (its first dimension `n`, the others `k`). None for
+/// a matrix that has no [`DiskFormat`].
+pub(crate) fn pack(module: &str, shape: &[usize], matrix: &QuantizedMatrix) -> Vec<NamedTensor> {
+    let mut out: Vec<NamedTensor> = expected_tensors(&matrix.args, matrix.n, matrix.k, shape.len())
+        .into_iter()
+        .map(|e| NamedTensor { name: format!("{module}.{}", e.suffix), data: stored(matrix, shape, e) })
+        .collect();
+    // Zero points last, as they always were.
+    out.sort_by_key(|t| t.name.ends_with("weight_zero_point"));
     out
+}
+
+fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> TensorData {
+    let Expected { suffix, dtype, shape } = e;
+    let bytes = |codes: &[i8]| codes.iter().map(|&c| c as u8).collect::<Vec<u8>>();
+    match (suffix, dtype) {
+        ("weight", _) => TensorData::Raw { shape, bytes: bytes(&matrix.codes), dtype: Dtype::F8E4m3 },
+        ("weight_packed", Some(Dtype::U8)) => {
+            // k is a multiple of the group, so a pair of codes never straddles rows.
+            let bytes = bytes(&matrix.codes).chunks(2).map(|pair| pair[0] & 15 | pair[pair.len() - 1] << 4).collect();
+            TensorData::Raw { shape, bytes, dtype: Dtype::U8 }
+        }
+        ("weight_packed", _) => {
+            let data = pack_rows(&matrix.codes, matrix.k, matrix.args.qtype.bits());
+            TensorData::I32 { shape, data }
+        }
+        ("weight_scale", Some(Dtype::U8)) => {
+            TensorData::Raw { shape, bytes: matrix.scales.iter().map(|&s| e8m0_encode(s)).collect(), dtype: Dtype::U8 }
+        }
+        ("weight_scale", _) => TensorData::Float { shape, data: matrix.scales.clone(), dtype: matrix.args.scale_dtype },
+        ("weight_global_scale", _) => {
+            TensorData::Float { shape, data: matrix.global_scale.into_iter().collect(), dtype: FloatType::F32 }
+        }
+        ("weight_zero_point", _) => pack_zeros(matrix),
+        (_, _) => TensorData::I64 { shape, data: weight_shape.iter().map(|&d| d as i64).collect() },
+    }
+}
+
+/// Codes out of the bytes of `weight` or `weight_packed`.
+pub(crate) fn unpack_codes(args: &QuantArgs, n: usize, k: usize, bytes: &[u8]) -> Vec<i8> {
+    match args.qtype.float() {
+        Some(MiniFloat::E2M1) => bytes.iter().flat_map(|&b| [(b & 15) as i8, (b >> 4) as i8]).collect(),
+        Some(_) => bytes.iter().map(|&b| b as i8).collect(),
+        None => {
+            let words: Vec<i32> = bytes.as_chunks::<4>().0.iter().map(|&b| i32::from_le_bytes(b)).collect();
+            let bits = args.qtype.bits();
+            let mut codes = Vec::with_capacity(n * k);
+            for row in words.chunks(packed_words(k, bits).max(1)) {
+                codes.extend(unpack_i32(row, bits, k));
+            }
+            codes
+        }
+    }
+}
+
+/// Scales out of the bytes of `weight_scale`, of MX groups too.
+pub(crate) fn unpack_scales(bytes: &[u8], dtype: FloatType) -> Vec<f32> {
+    match dtype {
+        FloatType::F8E8M0 => bytes.iter().map(|&b| e8m0_decode(b)).collect(),
+        _ => crate::tensor::floats_from_bytes(bytes, dtype),
+    }
 }
 
 /// Zero points: I8 `[1]` for one tensor, else I32 packed along the rows, `[ceil(n * bits / 32), groups]`.
@@ -50,43 +183,40 @@ fn pack_zeros(matrix: &QuantizedMatrix) -> TensorData {
     TensorData::I32 { shape: vec![rows, groups], data: words }
 }
 
-/// The shape of `weight_scale`: `[1]`, `[n, 1]` or `[n, k / g]`.
-pub(crate) fn stored_scale_shape(args: &QuantArgs, n: usize, k: usize) -> Vec<usize> {
+/// The shape of `weight_scale`: `[1]`, `[n, 1]`, `[n, k / g]`, or the blocks down and across.
+fn stored_scale_shape(args: &QuantArgs, n: usize, k: usize) -> Vec<usize> {
     match args.granularity {
         Granularity::PerTensor => vec![1],
         Granularity::PerChannel => vec![n, 1],
         Granularity::PerGroup(g) => vec![n, k.checked_div(g).unwrap_or(0)],
+        Granularity::PerBlock(r, c) => vec![n.div_ceil(r.max(1)), k.div_ceil(c.max(1))],
     }
 }
 
-/// Where the stored zero points of an `[n, k]` matrix lie: dtype name and shape.
-pub(crate) fn stored_zero_shape(args: &QuantArgs, n: usize, k: usize) -> (&'static str, Vec<usize>) {
+/// Where the stored zero points of an `[n, k]` matrix lie: dtype and shape.
+fn stored_zero_shape(args: &QuantArgs, n: usize, k: usize) -> (Dtype, Vec<usize>) {
     match args.granularity {
-        Granularity::PerTensor => ("I8", vec![1]),
+        Granularity::PerTensor => (Dtype::I8, vec![1]),
         _ => {
             let scale = stored_scale_shape(args, n, k);
-            ("I32", vec![packed_words(n, args.qtype.bits()), scale[1]])
+            (Dtype::I32, vec![packed_words(n, args.qtype.bits()), scale[1]])
         }
     }
 }
 
-/// Puts a matrix together from stored words; `zeros` is empty when symmetric. Lengths were checked by the caller.
+/// Puts a matrix together from stored parts; `zeros` is empty when symmetric. Lengths were checked by the caller.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn unpack(
     file: &Path,
     module: &str,
     args: QuantArgs,
-    n: usize,
-    k: usize,
-    words: &[i32],
+    [n, k]: [usize; 2],
+    codes: Vec<i8>,
     scales: Vec<f32>,
     zeros: &StoredZeros,
+    global_scale: Option<f32>,
 ) -> Result<QuantizedMatrix, CheckpointError> {
     let bits = args.qtype.bits();
-    let per_row = packed_words(k, bits);
-    let mut codes = Vec::with_capacity(n * k);
-    for row in words.chunks(per_row.max(1)) {
-        codes.extend(unpack_i32(row, bits, k));
-    }
     let zeros = match zeros {
         StoredZeros::None => Vec::new(),
         StoredZeros::One(z) => vec![*z],
@@ -102,7 +232,7 @@ pub(crate) fn unpack(
             out
         }
     };
-    let matrix = QuantizedMatrix { args, n, k, codes, scales, zeros };
+    let matrix = QuantizedMatrix { args, n, k, codes, scales, zeros, global_scale };
     matrix.validate().map_err(|e| CheckpointError::quant(file, module, e))?;
     Ok(matrix)
 }
@@ -122,51 +252,126 @@ mod tests {
     use super::*;
     use crate::SafetensorsFile;
 
+    type Case = serde_json::Value;
+
+    fn golden(name: &str) -> (SafetensorsFile, Vec<Case>) {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+        let file = SafetensorsFile::open(&golden.join(format!("{name}.safetensors"))).unwrap();
+        let cases: Vec<Case> =
+            serde_json::from_slice(&std::fs::read(golden.join(format!("{name}.json"))).unwrap()).unwrap();
+        assert!(cases.len() > 50, "{name}: {}", cases.len());
+        (file, cases)
+    }
+
+    fn text<'a>(case: &'a Case, key: &str) -> &'a str {
+        case[key].as_str().unwrap_or_default()
+    }
+
+    /// The weights of a case, and its scheme.
+    fn read(file: &SafetensorsFile, case: &Case) -> (Vec<f32>, usize, usize, QuantArgs) {
+        let [n, k] = [0, 1].map(|i| case["shape"][i].as_u64().unwrap() as usize);
+        let granularity = match text(case, "strategy") {
+            "group" => Granularity::PerGroup(case["group_size"].as_u64().unwrap() as usize),
+            "channel" => Granularity::PerChannel,
+            "tensor" => Granularity::PerTensor,
+            "block" => Granularity::PerBlock(128, 128),
+            _ => Granularity::PerGroup(0),
+        };
+        let args = match text(case, "scheme") {
+            "nvfp4" => QuantArgs::nvfp4(),
+            "mxfp4" => QuantArgs::mxfp4(),
+            "fp8" => QuantArgs::fp8(granularity, text(case, "scale_dtype").parse().unwrap()),
+            _ => {
+                let bits = case["num_bits"].as_u64().unwrap_or(4) as usize;
+                let qtype = QuantType::INTS.into_iter().find(|q| q.bits() == bits).unwrap();
+                let mapping = if case["symmetric"] == true { Mapping::Symmetric } else { Mapping::Asymmetric };
+                let dtype = text(case, "scale_dtype").parse().unwrap();
+                QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, dtype) }
+            }
+        };
+        (file.read_f32(&format!("{}.weight", text(case, "matrix"))).unwrap(), n, k, args)
+    }
+
+    /// Every stored tensor of `q` is byte for byte that of the case, and there is no other; and the way back gives `q`.
+    fn assert_stored(file: &SafetensorsFile, name: &str, q: &QuantizedMatrix, also: usize) {
+        let ours = pack("m", &[q.n, q.k], q);
+        let prefix = format!("{name}.");
+        let theirs = file.names().filter(|t| t.strip_prefix(&prefix).is_some_and(|part| !part.contains('.'))).count();
+        assert_eq!(ours.iter().filter(|t| t.name != "m.weight_shape").count() + also, theirs, "{name}");
+        for t in ours.iter().filter(|t| t.name != "m.weight_shape") {
+            let part = format!("{name}.{}", t.name.trim_start_matches("m."));
+            let info = file.info(&part).unwrap();
+            assert_eq!((t.data.dtype().name(), t.data.shape()), (info.dtype.as_str(), &info.shape[..]), "{part}");
+            assert_eq!(t.data.to_bytes(), file.read_stored(&part).unwrap().1, "{part}");
+        }
+        let part = |suffix: &str| ours.iter().find(|t| t.name.strip_prefix("m.") == Some(suffix));
+        let bytes = |suffix: &str| part(suffix).map(|t| t.data.to_bytes().into_owned()).unwrap_or_default();
+        let codes = if part("weight").is_some() { "weight" } else { "weight_packed" };
+        let zeros = match part("weight_zero_point").map(|t| &t.data) {
+            Some(TensorData::I32 { data, .. }) => StoredZeros::Packed(data.clone()),
+            Some(TensorData::I8 { data, .. }) => StoredZeros::One(data[0]),
+            _ => StoredZeros::None,
+        };
+        let global = part("weight_global_scale").map(|t| unpack_scales(&t.data.to_bytes(), FloatType::F32)[0]);
+        let (codes, scales) =
+            (unpack_codes(&q.args, q.n, q.k, &bytes(codes)), unpack_scales(&bytes("weight_scale"), q.args.scale_dtype));
+        let back = unpack(Path::new("f"), "m", q.args, [q.n, q.k], codes, scales, &zeros, global).unwrap();
+        assert_eq!(back, *q, "{name}");
+    }
+
+    /// The sign of a zero is free; adding 0 makes it positive.
+    fn value_bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|v| (v + 0.0).to_le_bytes()).collect()
+    }
+
     /// Codes, scales, zero points, dequantized values and packed words of compressed-tensors, case by case.
     #[test]
     fn int4_matrices_are_those_of_compressed_tensors() {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-        let file = SafetensorsFile::open(&golden.join("int4_ct.safetensors")).unwrap();
-        let text = std::fs::read(golden.join("int4_ct.json")).unwrap();
-        let cases: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap();
-        assert!(cases.len() > 50, "{}", cases.len());
+        let (file, cases) = golden("int4_ct");
         for case in &cases {
-            let text = |key: &str| case[key].as_str().unwrap();
-            let name = text("name");
-            let [n, k] = [0, 1].map(|i| case["shape"][i].as_u64().unwrap() as usize);
-            let granularity = match text("strategy") {
-                "group" => Granularity::PerGroup(case["group_size"].as_u64().unwrap() as usize),
-                "channel" => Granularity::PerChannel,
-                "tensor" => Granularity::PerTensor,
-                other => panic!("{other}"),
-            };
-            let mapping = if case["symmetric"] == true { Mapping::Symmetric } else { Mapping::Asymmetric };
-            let args = QuantArgs { mapping, ..QuantArgs::int4(granularity, text("scale_dtype").parse().unwrap()) };
-            let w = file.read_f32(&format!("{}.weight", text("matrix"))).unwrap();
+            let name = text(case, "name");
+            let (w, n, k, args) = read(&file, case);
             let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
             let stored = |part: &str| file.read_stored(&format!("{name}.{part}"));
             let bytes = |codes: &[i8]| codes.iter().map(|&c| c as u8).collect::<Vec<_>>();
             assert_eq!(bytes(&q.codes), stored("codes").unwrap().1, "{name}: codes");
             assert_eq!(q.scales, file.read_f32(&format!("{name}.weight_scale")).unwrap(), "{name}: scales");
-            if args.mapping == Mapping::Asymmetric {
+            let asymmetric = args.mapping == Mapping::Asymmetric;
+            if asymmetric {
                 assert_eq!(bytes(&q.zeros), stored("zero_point").unwrap().1, "{name}: zero points");
             }
-            // The sign of a zero is free; adding 0 makes it positive.
-            let bits = |xs: &[f32]| xs.iter().map(|x| (x + 0.0).to_bits()).collect::<Vec<_>>();
             let want = file.read_f32(&format!("{name}.dequantized")).unwrap();
-            assert_eq!(bits(&q.dequantize()), bits(&want), "{name}: values");
-            let ours = pack("m", &[n, k], &q);
-            assert_eq!(ours.len(), if args.mapping == Mapping::Asymmetric { 4 } else { 3 });
-            for t in ours.iter().filter(|t| t.name != "m.weight_shape") {
-                let part = t.name.trim_start_matches("m.");
-                let theirs = file.info(&format!("{name}.{part}")).unwrap();
-                assert_eq!(
-                    (t.data.dtype().name(), t.data.shape()),
-                    (theirs.dtype.as_str(), &theirs.shape[..]),
-                    "{name}: {part}"
-                );
-                assert_eq!(t.data.to_bytes(), stored(part).unwrap().1, "{name}: {part}");
-            }
+            assert_eq!(value_bytes(&q.dequantize()), value_bytes(&want), "{name}: values");
+            assert_stored(&file, name, &q, 2 + usize::from(asymmetric));
+        }
+    }
+
+    #[test]
+    fn int8_int3_and_int2_matrices_are_those_of_compressed_tensors() {
+        let (file, cases) = golden("ints_ct");
+        for case in &cases {
+            let (w, n, k, args) = read(&file, case);
+            let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+            assert_stored(&file, text(case, "name"), &q, 0);
+            let digest = crate::checkpoint::hex_sha256(&value_bytes(&q.dequantize()));
+            assert_eq!(digest, text(case, "values_sha256"), "{}: values", text(case, "name"));
+        }
+    }
+
+    #[test]
+    fn float_coded_matrices_are_those_of_compressed_tensors() {
+        let (file, cases) = golden("floats_ct");
+        for case in &cases {
+            let (w, n, k, args) = read(&file, case);
+            let largest = w.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            let global = args.has_global_scale().then(|| {
+                // Of the layer that shares it, with values three times as large.
+                QuantArgs::global_scale(if text(case, "strategy") == "shared" { largest * 3.0 } else { largest })
+            });
+            let q = QuantizedMatrix::quantize_under(&w, n, k, args, global).unwrap();
+            assert_stored(&file, text(case, "name"), &q, 0);
+            let digest = crate::checkpoint::hex_sha256(&value_bytes(&q.dequantize()));
+            assert_eq!(digest, text(case, "values_sha256"), "{}: values", text(case, "name"));
         }
     }
 
@@ -183,15 +388,10 @@ mod tests {
         let zeros = tensors.iter().find(|t| t.name == "m.weight_zero_point").unwrap();
         let TensorData::I32 { shape, data } = &zeros.data else { panic!("packed") };
         assert_eq!(shape, &[2, 2]);
-        let words: Vec<i32> = tensors
-            .iter()
-            .find_map(|t| match &t.data {
-                TensorData::I32 { data, .. } if t.name == "m.weight_packed" => Some(data.clone()),
-                _ => None,
-            })
-            .unwrap();
+        let words = tensors.iter().find(|t| t.name == "m.weight_packed").unwrap();
+        let codes = unpack_codes(&args, 10, 8, &words.data.to_bytes());
         let stored = StoredZeros::Packed(data.clone());
-        let back = unpack(Path::new("f"), "m", args, 10, 8, &words, q.scales.clone(), &stored).unwrap();
+        let back = unpack(Path::new("f"), "m", args, [10, 8], codes, q.scales.clone(), &stored, None).unwrap();
         assert_eq!(back, q);
     }
 }

@@ -3,12 +3,13 @@
 
 use crate::CheckpointError;
 use crate::config::fields::{Fields, show};
+use crate::packed::DiskFormat;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantType, WeightObserver};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// The one disk format that is read and written.
-pub(crate) const PACK_QUANTIZED: &str = "pack-quantized";
+/// The format of a file whose groups have several, each named in its group.
+const MIXED_PRECISION: &str = "mixed-precision";
 
 /// A parsed `quantization_config`.
 #[derive(Debug, Clone)]
@@ -29,7 +30,7 @@ pub struct QuantizationGroup {
     /// The texts of the targets.
     pub target_texts: Vec<String>,
     targets: Vec<Target>,
-    /// The weights; `scale_dtype` is F32 here, the stored scale's own dtype decides.
+    /// The weights; `scale_dtype` is F32 here unless it is one byte: the stored scale's own dtype decides.
     pub weights: QuantArgs,
     /// Static input activations.
     pub activations: Option<QuantArgs>,
@@ -112,19 +113,24 @@ impl QuantizationConfig {
     /// Never for what this crate writes; a scheme that compressed-tensors cannot name is a usage error.
     pub(crate) fn to_value(groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)], ignore: &[String]) -> Value {
         let mut map = Map::new();
+        let format_of = |args: &QuantArgs| DiskFormat::of(args).map(DiskFormat::name);
+        let mut format = groups.first().and_then(|(w, ..)| format_of(w));
+        if groups.iter().any(|(w, ..)| format_of(w) != format) {
+            format = Some(MIXED_PRECISION);
+        }
         for (i, (weights, activations, modules)) in groups.iter().enumerate() {
             let group = json!({
                 "targets": modules,
                 "weights": args_value(weights),
                 "input_activations": activations.as_ref().map(args_value),
                 "output_activations": null,
-                "format": PACK_QUANTIZED,
+                "format": format_of(weights),
             });
             map.insert(format!("group_{i}"), group);
         }
         json!({
             "quant_method": "compressed-tensors",
-            "format": PACK_QUANTIZED,
+            "format": format,
             "quantization_status": "compressed",
             "global_compression_ratio": null,
             "kv_cache_scheme": null,
@@ -138,16 +144,18 @@ impl QuantizationGroup {
     fn from_value(name: &str, value: &Value, file: &Path, default_format: &str) -> Result<Self, CheckpointError> {
         let path = format!("quantization_config.config_groups.{name}");
         let f = Fields::new(value, file, &path)?;
-        let format = f.string("format")?.unwrap_or(default_format);
-        if format != PACK_QUANTIZED {
-            let key = if f.has("format") { f.path("format") } else { "quantization_config.format".into() };
-            let problem = format!("expected {PACK_QUANTIZED:?}, got {format:?}");
-            return Err(CheckpointError::invalid(file, key, problem));
-        }
         let target_texts = f.required("targets", f.strings("targets"))?;
         let targets = targets(&f, "targets", &target_texts)?;
         let weights = f.required("weights", Ok(f.get("weights")))?;
         let weights = parse_args(&Fields::new(weights, file, &f.path("weights"))?, false)?;
+        let format = f.string("format")?.unwrap_or(default_format);
+        let expected = DiskFormat::of(&weights).filter(|d| !d.is_called(format));
+        if let Some(expected) = expected {
+            let key = if f.has("format") { f.path("format") } else { "quantization_config.format".into() };
+            let problem =
+                format!("expected {:?} for {} weights, got {format:?}", expected.name(), weights.qtype.name());
+            return Err(CheckpointError::invalid(file, key, problem));
+        }
         let activations = match f.get("input_activations") {
             None => None,
             Some(v) => Some(parse_args(&Fields::new(v, file, &f.path("input_activations"))?, true)?),
@@ -176,17 +184,23 @@ fn targets(f: &Fields, key: &str, texts: &[String]) -> Result<Vec<Target>, Check
 /// `QuantizationArgs` of one tensor.
 fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError> {
     let bits = f.integer("num_bits", 1..=16)?.unwrap_or(8);
-    let qtype = match bits {
-        2 => QuantType::Int2,
-        3 => QuantType::Int3,
-        4 => QuantType::Int4,
-        8 => QuantType::Int8,
-        _ => return Err(f.error("num_bits", format!("expected 2, 3, 4 or 8, got {bits}"))),
-    };
     let kind = f.string("type")?.unwrap_or("int");
-    if kind != "int" {
-        return Err(f.error("type", format!("expected \"int\", got {kind:?}")));
-    }
+    let qtype = match (kind, bits) {
+        ("int", 2) => QuantType::Int2,
+        ("int", 3) => QuantType::Int3,
+        ("int", 4) => QuantType::Int4,
+        ("int", 8) => QuantType::Int8,
+        ("int", _) => return Err(f.error("num_bits", format!("expected 2, 3, 4 or 8, got {bits}"))),
+        ("float", _) if activation => {
+            return Err(
+                f.error("type", "activations are not quantized to floats here; expected \"int\", got \"float\"")
+            );
+        }
+        ("float", 4) => QuantType::Fp4E2M1,
+        ("float", 8) => QuantType::Fp8E4M3,
+        ("float", _) => return Err(f.error("num_bits", format!("expected 4 or 8 for type \"float\", got {bits}"))),
+        _ => return Err(f.error("type", format!("expected \"int\" or \"float\", got {kind:?}"))),
+    };
     let mapping = match f.boolean("symmetric")? {
         Some(false) => Mapping::Asymmetric,
         _ => Mapping::Symmetric,
@@ -201,22 +215,27 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
         ("tensor", None) => Granularity::PerTensor,
         ("channel", None | Some(-1)) => Granularity::PerChannel,
         ("group", Some(g)) if g > 0 => Granularity::PerGroup(g as usize),
-        ("group", g) => {
+        ("tensor_group", Some(g)) if g > 0 && qtype == QuantType::Fp4E2M1 => Granularity::PerGroup(g as usize),
+        ("group" | "tensor_group", g) => {
             let got = g.map_or("nothing".into(), |g| g.to_string());
-            return Err(f.error("group_size", format!("expected at least 1 for strategy \"group\", got {got}")));
+            return Err(f.error("group_size", format!("expected at least 1 for strategy {strategy:?}, got {got}")));
         }
-        ("tensor" | "channel", Some(g)) => {
+        ("block", None) => block_of(f)?,
+        ("tensor" | "channel" | "block", Some(g)) => {
             return Err(f.error("group_size", format!("expected null for strategy {strategy:?}, got {g}")));
         }
         _ => {
-            return Err(f.error("strategy", format!("expected \"tensor\", \"channel\" or \"group\", got {strategy:?}")));
+            let known = "\"tensor\", \"channel\", \"group\", \"tensor_group\" or \"block\"";
+            return Err(f.error("strategy", format!("expected {known}, got {strategy:?}")));
         }
     };
     if activation && granularity != Granularity::PerTensor {
         return Err(f.error("strategy", format!("expected \"tensor\" for input activations, got {strategy:?}")));
     }
     f.only("dynamic", &Value::Bool(false), "scales are static")?;
-    f.only("block_structure", &Value::Null, "blocks are not supported")?;
+    if !matches!(granularity, Granularity::PerBlock(..)) {
+        f.only("block_structure", &Value::Null, "the strategy is not \"block\"")?;
+    }
     match f.get("actorder") {
         None | Some(Value::Bool(false)) => {}
         Some(Value::String(s)) if s == "weight" || s == "static" => {}
@@ -229,19 +248,55 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
         Some("mse") => WeightObserver::Mse,
         _ => WeightObserver::MinMax,
     };
+    let scale_dtype = match (qtype, strategy) {
+        (QuantType::Fp4E2M1, "tensor_group") => FloatType::F8E4M3,
+        (QuantType::Fp4E2M1, _) => FloatType::F8E8M0,
+        _ => FloatType::F32,
+    };
+    if let (Some(expected), Some(got)) = (scale_dtype_name(scale_dtype), f.string("scale_dtype")?)
+        && got.trim_start_matches("torch.") != expected.trim_start_matches("torch.")
+    {
+        return Err(f.error("scale_dtype", format!("expected {expected:?} for strategy {strategy:?}, got {got:?}")));
+    }
     f.refuse_the_rest(&["observer_kwargs", "scale_dtype", "zp_dtype"])?;
-    Ok(QuantArgs { qtype, granularity, mapping, scale_dtype: FloatType::F32, observer })
+    let args = QuantArgs { qtype, granularity, mapping, scale_dtype, observer };
+    args.check().map_err(|e| f.error("strategy", e.to_string()))?;
+    Ok(args)
+}
+
+/// `block_structure`: rows and columns of a block.
+fn block_of(f: &Fields) -> Result<Granularity, CheckpointError> {
+    let list = f.required("block_structure", f.list("block_structure"))?;
+    let sizes: Vec<usize> = list.iter().filter_map(|v| v.as_u64()?.try_into().ok()).collect();
+    match sizes[..] {
+        [rows, columns] if list.len() == 2 && rows > 0 && columns > 0 => Ok(Granularity::PerBlock(rows, columns)),
+        _ => {
+            let got = show(&Value::Array(list.to_vec()));
+            Err(f.error("block_structure", format!("expected two positive numbers, got {got}")))
+        }
+    }
+}
+
+/// How a config spells a scale dtype that it must name.
+fn scale_dtype_name(dtype: FloatType) -> Option<&'static str> {
+    match dtype {
+        FloatType::F32 | FloatType::F16 | FloatType::Bf16 => None,
+        FloatType::F8E4M3 => Some("torch.float8_e4m3fn"),
+        FloatType::F8E8M0 => Some("torch.uint8"),
+    }
 }
 
 fn args_value(args: &QuantArgs) -> Value {
     let (strategy, group_size) = match args.granularity {
         Granularity::PerTensor => ("tensor", None),
         Granularity::PerChannel => ("channel", None),
+        Granularity::PerGroup(g) if args.has_global_scale() => ("tensor_group", Some(g)),
         Granularity::PerGroup(g) => ("group", Some(g)),
+        Granularity::PerBlock(..) => ("block", None),
     };
-    json!({
+    let mut value = json!({
         "num_bits": args.qtype.bits(),
-        "type": "int",
+        "type": if args.qtype.float().is_some() { "float" } else { "int" },
         "symmetric": args.mapping == Mapping::Symmetric,
         "strategy": strategy,
         "group_size": group_size,
@@ -250,5 +305,12 @@ fn args_value(args: &QuantArgs) -> Value {
             WeightObserver::MinMax => "minmax",
             WeightObserver::Mse => "mse",
         },
-    })
+    });
+    if let Granularity::PerBlock(rows, columns) = args.granularity {
+        value["block_structure"] = json!([rows, columns]);
+    }
+    if let Some(name) = scale_dtype_name(args.scale_dtype) {
+        value["scale_dtype"] = json!(name);
+    }
+    value
 }

@@ -1,6 +1,6 @@
 //! Stored tensors: dtype, shape, raw bytes, and the exact conversions to and from f32. Not a tensor library.
 
-use dsq_quant::FloatType;
+use dsq_quant::{FloatType, MiniFloat, e8m0_decode, e8m0_encode};
 use half::{bf16, f16};
 
 /// A dtype of a safetensors file that dsq can carry.
@@ -105,6 +105,8 @@ impl From<FloatType> for Dtype {
             FloatType::F32 => Dtype::F32,
             FloatType::F16 => Dtype::F16,
             FloatType::Bf16 => Dtype::Bf16,
+            FloatType::F8E4M3 => Dtype::F8E4m3,
+            FloatType::F8E8M0 => Dtype::F8E8m0,
         }
     }
 }
@@ -239,6 +241,8 @@ pub(crate) fn float_bytes(data: &[f32], dtype: FloatType) -> Vec<u8> {
         FloatType::F32 => data.iter().flat_map(|v| v.to_le_bytes()).collect(),
         FloatType::F16 => data.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
         FloatType::Bf16 => data.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        FloatType::F8E4M3 => data.iter().map(|&v| MiniFloat::E4M3.encode(v)).collect(),
+        FloatType::F8E8M0 => data.iter().map(|&v| e8m0_encode(dtype.round(v))).collect(),
     }
 }
 
@@ -251,6 +255,8 @@ pub(crate) fn floats_from_bytes(bytes: &[u8], dtype: FloatType) -> Vec<f32> {
         FloatType::Bf16 => {
             bytes.chunks_exact(2).map(|c| f32::from_bits(u32::from(u16::from_le_bytes(two(c))) << 16)).collect()
         }
+        FloatType::F8E4M3 => bytes.iter().map(|&b| MiniFloat::E4M3.decode(b)).collect(),
+        FloatType::F8E8M0 => bytes.iter().map(|&b| e8m0_decode(b)).collect(),
     }
 }
 

@@ -513,14 +513,16 @@ fn f049_quantization_configs_that_dsq_cannot_run() {
     model.refuses(&["quantization_config.config_groups"], q("config_groups", json!({})));
     model.refuses(&["quantization_config.unheard_of"], q("unheard_of", json!(1)));
     model.refuses(&["quantization_config.ignore", "re:("], q("ignore", json!(["re:("])));
-    for bits in [0, 3, 16] {
+    for bits in [0, 5, 16] {
         model.refuses(&["group_0.weights.num_bits"], w("num_bits", json!(bits)));
     }
     for size in [0, -1, -2] {
         model.refuses(&["group_0.weights.group_size"], w("group_size", json!(size)));
     }
-    model.refuses(&["group_0.weights.type", "float"], w("type", json!("float")));
-    model.refuses(&["group_0.weights.strategy", "block"], w("strategy", json!("block")));
+    model.refuses(&["group_0.weights.type", "complex"], w("type", json!("complex")));
+    model.refuses(&["group_0.weights.strategy", "token"], w("strategy", json!("token")));
+    model.refuses(&["group_0.weights.group_size", "block"], w("strategy", json!("block")));
+    model.refuses(&["group_0.weights.group_size", "tensor_group"], w("strategy", json!("tensor_group")));
     model.refuses(&["group_0.weights.actorder", "group"], w("actorder", json!("group")));
     model.refuses(&["group_0.weights.dynamic"], w("dynamic", json!(true)));
     model.refuses(&["group_0.weights.surprise"], w("surprise", json!(1)));

@@ -1,6 +1,6 @@
 //! Which layers get which scheme: named presets, targets, ignore patterns. Not a recipe file (see the `dsq` package).
 
-use crate::{FloatType, Granularity, Mapping, QuantArgs, QuantError, QuantType, WeightObserver};
+use crate::{FloatType, Granularity, Mapping, QuantArgs, QuantError, QuantType};
 use serde::{Deserialize, Serialize};
 
 /// How the weights and the input activations of a layer are quantized. `activations: None` means float activations.
@@ -14,42 +14,91 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 5] = ["W4A16", "W8A16", "W3A16", "W2A16", "W4A4"];
+    pub const PRESETS: [&'static str; 9] =
+        ["W4A16", "W8A16", "W3A16", "W2A16", "W4A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16"];
 
-    /// A preset by its name (vLLM's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer weights and float
-    /// activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations.
+    /// A preset by its name (vLLM's and llm-compressor's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer
+    /// weights and float activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations;
+    /// `FP8A16` (a scale for each row or for the tensor), `FP8A16_BLOCK`, `NVFP4A16` and `MXFP4A16` float-coded weights and
+    /// float activations. The names without `A16` (`FP8`, `FP8_BLOCK`, `NVFP4`, `MXFP4`) mean quantized activations too,
+    /// which do not exist here, and are refused. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.)
+    ///
+    /// What a name fixes ([`QuantScheme::fixed_grid`]) must be what is given.
     ///
     /// # Errors
-    /// [`QuantError::Setting`] for another name, listing the presets.
+    /// [`QuantError::Setting`] for another name, listing the presets, and for a granularity or scale dtype that the preset
+    /// does not have.
     pub fn preset(name: &str, granularity: Granularity, scale_dtype: FloatType) -> Result<Self, QuantError> {
         let mut weights = QuantArgs::int4(granularity, scale_dtype);
-        let activations = match name {
-            "W4A16" => None,
-            "W8A16" | "W3A16" | "W2A16" => {
-                weights.qtype = match name {
-                    "W8A16" => QuantType::Int8,
-                    "W3A16" => QuantType::Int3,
-                    _ => QuantType::Int2,
-                };
-                None
-            }
-            "W4A4" => Some(QuantArgs {
-                qtype: QuantType::Int4,
-                granularity: Granularity::PerTensor,
-                mapping: Mapping::Asymmetric,
-                scale_dtype: FloatType::F32,
-                observer: WeightObserver::MinMax,
-            }),
-            _ => {
-                return Err(QuantError::Setting {
-                    field: "scheme",
-                    expected: format!("one of {}", Self::PRESETS.join(", ")),
-                    got: name.into(),
+        let mut activations = None;
+        match name {
+            "W4A16" => {}
+            "W8A16" => weights.qtype = QuantType::Int8,
+            "W3A16" => weights.qtype = QuantType::Int3,
+            "W2A16" => weights.qtype = QuantType::Int2,
+            "W4A4" => {
+                activations = Some(QuantArgs {
+                    mapping: Mapping::Asymmetric,
+                    ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32)
                 });
             }
+            "FP8A16" | "FP8A16_BLOCK" => weights.qtype = QuantType::Fp8E4M3,
+            "NVFP4A16" | "MXFP4A16" => weights.qtype = QuantType::Fp4E2M1,
+            _ => {
+                let expected = match Self::weights_only(name) {
+                    Some(known) => {
+                        format!("{known}, which leaves activations float ({name} means quantized ones too)")
+                    }
+                    None => format!("one of {}", Self::PRESETS.join(", ")),
+                };
+                return Err(QuantError::Setting { field: "scheme", expected, got: name.into() });
+            }
         };
+        let fixed = Self::fixed_grid(name);
+        let differs = |field, expected: String, got: String| Err(QuantError::Setting { field, expected, got });
+        if let Some(expected) = fixed.granularity.filter(|g| *g != granularity) {
+            return differs("granularity", format!("{expected:?}, which {name} fixes"), format!("{granularity:?}"));
+        }
+        if let Some(expected) = fixed.scale_dtype.filter(|d| *d != scale_dtype) {
+            return differs("scale_dtype", format!("{expected}, which {name} fixes"), scale_dtype.to_string());
+        }
+        weights.check()?;
         Ok(Self { weights, activations })
     }
+
+    /// What the name of a preset fixes or, for `FP8A16`, does when nothing is said; nothing for the integer presets.
+    pub fn fixed_grid(name: &str) -> FixedGrid {
+        let (granularity, scale_dtype, usual) = match name {
+            "FP8A16" => (None, None, Some(Granularity::PerChannel)),
+            "FP8A16_BLOCK" => (Some(Granularity::PerBlock(128, 128)), None, None),
+            "NVFP4A16" => (Some(QuantArgs::nvfp4().granularity), Some(FloatType::F8E4M3), None),
+            "MXFP4A16" => (Some(QuantArgs::mxfp4().granularity), Some(FloatType::F8E8M0), None),
+            _ => (None, None, None),
+        };
+        FixedGrid { granularity, scale_dtype, usual: usual.or(granularity) }
+    }
+
+    /// The preset that does to weights what a name of a peer's does to weights and activations.
+    pub fn weights_only(name: &str) -> Option<&'static str> {
+        match name {
+            "FP8" | "FP8_DYNAMIC" => Some("FP8A16"),
+            "FP8_BLOCK" => Some("FP8A16_BLOCK"),
+            "NVFP4" => Some("NVFP4A16"),
+            "MXFP4" => Some("MXFP4A16"),
+            _ => None,
+        }
+    }
+}
+
+/// What the name of a preset leaves no choice in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FixedGrid {
+    /// Which weights share a scale.
+    pub granularity: Option<Granularity>,
+    /// Dtype of the scales.
+    pub scale_dtype: Option<FloatType>,
+    /// Which weights share a scale when nothing is said; `None`: the caller's own default.
+    pub usual: Option<Granularity>,
 }
 
 /// A layer name pattern as compressed-tensors spells it: a full module name, the last part of one (`lm_head`
@@ -154,5 +203,38 @@ mod tests {
     fn unknown_presets_list_the_known() {
         let err = QuantScheme::preset("W5A5", Granularity::PerChannel, FloatType::F32).unwrap_err();
         assert!(err.to_string().contains("W4A16"), "{err}");
+    }
+
+    #[test]
+    fn presets_that_would_lie_or_contradict_themselves_are_refused() {
+        let preset = QuantScheme::preset;
+        for name in ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4"] {
+            let err = preset(name, Granularity::PerChannel, FloatType::Bf16).unwrap_err().to_string();
+            assert!(err.contains("A16") && err.contains("activations"), "{err}");
+        }
+        for name in QuantScheme::PRESETS {
+            let fixed = QuantScheme::fixed_grid(name);
+            let granularity = fixed.usual.unwrap_or(Granularity::PerGroup(32));
+            let dtype = fixed.scale_dtype.unwrap_or(FloatType::Bf16);
+            let scheme = preset(name, granularity, dtype).unwrap();
+            assert_eq!((scheme.weights.granularity, scheme.weights.scale_dtype), (granularity, dtype), "{name}");
+            assert_eq!(scheme.activations.is_none(), name.contains("A16"));
+        }
+        let group = Granularity::PerGroup(32);
+        for (name, granularity, dtype) in [
+            ("FP8A16", group, FloatType::F32),
+            ("FP8A16", Granularity::PerChannel, FloatType::F8E4M3),
+            ("FP8A16_BLOCK", Granularity::PerChannel, FloatType::F32),
+            ("NVFP4A16", group, FloatType::F8E4M3),
+            ("NVFP4A16", Granularity::PerGroup(16), FloatType::F32),
+            ("MXFP4A16", Granularity::PerGroup(16), FloatType::F8E8M0),
+            ("W4A16", Granularity::PerBlock(128, 128), FloatType::F32),
+            ("W4A16", Granularity::PerChannel, FloatType::F8E8M0),
+        ] {
+            let err = preset(name, granularity, dtype).unwrap_err();
+            assert!(matches!(err, QuantError::Setting { .. }), "{name}: {err}");
+        }
+        let tensor = preset("FP8A16", Granularity::PerTensor, FloatType::F32).unwrap();
+        assert_eq!(tensor.weights, QuantArgs::fp8(Granularity::PerTensor, FloatType::F32));
     }
 }

@@ -60,6 +60,14 @@ pub enum QuantError {
         /// Its value.
         value: f32,
     },
+    /// A stored code stands for no number.
+    #[error("code {code:#04x} at index {index}; expected a finite number, got NaN or infinity")]
+    BadCode {
+        /// Flat index (row major) of the first one.
+        index: usize,
+        /// The byte.
+        code: u8,
+    },
     /// A setting is unknown or out of range.
     #[error("{field}: expected {expected}, got {got}")]
     Setting {

@@ -1,5 +1,7 @@
 //! Stored float dtypes and the rounding to them. Not a tensor type.
 
+use crate::MiniFloat;
+use crate::minifloat::{e8m0_encode, mx_power};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -14,19 +16,33 @@ pub enum FloatType {
     F16,
     /// bfloat16.
     Bf16,
+    /// FP8 E4M3 (see [`MiniFloat::E4M3`]): the scales of NVFP4 groups. Of scales only.
+    F8E4M3,
+    /// Powers of two, 2^-127 to 2^127, as a biased exponent: the scales of MX groups. Of scales only.
+    F8E8M0,
 }
 
+/// The smallest E8M0 value.
+pub(crate) const MIN_E8M0: f32 = f32::from_bits(1 << 22);
+
 impl FloatType {
-    /// Every dtype, widest first.
+    /// The dtypes that a tensor of any values can have, widest first.
     pub const ALL: [FloatType; 3] = [FloatType::F32, FloatType::F16, FloatType::Bf16];
 
-    /// Rounds `x` to this dtype (nearest, ties to even) and returns it as f32. Overflow gives infinity.
+    /// Rounds `x` to this dtype (nearest, ties to even) and returns it as f32. Overflow gives infinity, for E4M3, which has
+    /// none, too (unlike a code, a scale is never saturated). E8M0, for positive `x`: down to a power of two from below 1.75
+    /// times it, up from there, and never below 2^-127.
     #[inline]
     pub fn round(self, x: f32) -> f32 {
         match self {
             FloatType::F32 => x,
             FloatType::F16 => f16::from_f32(x).to_f32(),
             FloatType::Bf16 => bf16::from_f32(x).to_f32(),
+            // 464 is the tie between the largest value and what would be the next one; it goes to the even, 448.
+            FloatType::F8E4M3 if x.abs() > 464.0 => f32::INFINITY.copysign(x),
+            FloatType::F8E4M3 => MiniFloat::E4M3.decode(MiniFloat::E4M3.encode(x)),
+            FloatType::F8E8M0 if e8m0_encode(x) != 255 => x,
+            FloatType::F8E8M0 => mx_power(x).max(MIN_E8M0),
         }
     }
 
@@ -36,15 +52,19 @@ impl FloatType {
             FloatType::F32 => f32::MAX,
             FloatType::F16 => f16::MAX.to_f32(),
             FloatType::Bf16 => bf16::MAX.to_f32(),
+            FloatType::F8E4M3 => MiniFloat::E4M3.max(),
+            FloatType::F8E8M0 => 2.0f32.powi(127),
         }
     }
 
-    /// Smallest positive normal value.
+    /// Smallest positive normal value (of E8M0, which has only those, the smallest).
     pub fn min_positive(self) -> f32 {
         match self {
             FloatType::F32 => f32::MIN_POSITIVE,
             FloatType::F16 => f16::MIN_POSITIVE.to_f32(),
             FloatType::Bf16 => bf16::MIN_POSITIVE.to_f32(),
+            FloatType::F8E4M3 => 2.0f32.powi(-6),
+            FloatType::F8E8M0 => MIN_E8M0,
         }
     }
 
@@ -55,6 +75,8 @@ impl FloatType {
             FloatType::F32 => f32::EPSILON,
             FloatType::F16 => f16::EPSILON.to_f32(),
             FloatType::Bf16 => bf16::EPSILON.to_f32(),
+            FloatType::F8E4M3 => 0.125,
+            FloatType::F8E8M0 => 1.0,
         }
     }
 
@@ -63,15 +85,18 @@ impl FloatType {
         match self {
             FloatType::F32 => 32,
             FloatType::F16 | FloatType::Bf16 => 16,
+            FloatType::F8E4M3 | FloatType::F8E8M0 => 8,
         }
     }
 
-    /// The name in safetensors headers: `F32`, `F16`, `BF16`.
+    /// The name in safetensors headers: `F32`, `F16`, `BF16`, `F8_E4M3`, `F8_E8M0`.
     pub fn name(self) -> &'static str {
         match self {
             FloatType::F32 => "F32",
             FloatType::F16 => "F16",
             FloatType::Bf16 => "BF16",
+            FloatType::F8E4M3 => "F8_E4M3",
+            FloatType::F8E8M0 => "F8_E8M0",
         }
     }
 }
@@ -109,6 +134,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn scales_of_one_byte_round_and_overflow() {
+        let e = FloatType::F8E4M3;
+        assert_eq!(
+            [464.0, 464.1, 0.9, 2f32.powi(-10), 0.0].map(|x| e.round(x)),
+            [448.0, f32::INFINITY, 0.875, 0.0, 0.0]
+        );
+        let e = FloatType::F8E8M0;
+        assert_eq!([0.0, 1.0, 1.7, 1.75, 1e-45].map(|x| e.round(x)), [MIN_E8M0, 1.0, 1.0, 2.0, MIN_E8M0]);
+        assert_eq!([MIN_E8M0, f32::MAX].map(|x| e.round(x)), [MIN_E8M0, f32::INFINITY]);
     }
 
     #[test]

@@ -37,14 +37,19 @@ impl QuantArgs {
         if c >= qmin && c <= qmax { [1.0, (q - zero) - t, 0.0] } else { [0.0, q - zero, -p.scale] }
     }
 
-    /// Whether scales and zero points of this scheme can be trained on an `[n, k]` matrix, and how many there are.
+    /// The shape of the scales that can be trained for an `[n, k]` matrix.
     ///
     /// # Errors
-    /// As [`QuantArgs::scale_shape`].
+    /// [`QuantError::Setting`] for codes that are no integers, or scales of blocks; else as [`QuantArgs::scale_shape`].
     pub fn learned_shape(&self, n: usize, k: usize) -> Result<[usize; 2], QuantError> {
-        match self.granularity {
-            Granularity::PerTensor | Granularity::PerChannel | Granularity::PerGroup(_) => self.scale_shape(n, k),
+        if self.qtype.float().is_some() || matches!(self.granularity, Granularity::PerBlock(..)) {
+            return Err(QuantError::Setting {
+                field: "scheme",
+                expected: "integer codes in runs along the inputs, for learned scales".into(),
+                got: format!("{} {:?}", self.qtype.name(), self.granularity),
+            });
         }
+        self.scale_shape(n, k)
     }
 }
 
@@ -64,7 +69,7 @@ mod tests {
 
     #[test]
     fn gradients_are_those_of_finite_differences_for_every_type() {
-        for qtype in QuantType::ALL {
+        for qtype in QuantType::INTS {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) };
                 let zero = if mapping == Mapping::Symmetric { 0 } else { qtype.qmin() + 1 };

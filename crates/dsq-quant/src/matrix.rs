@@ -2,6 +2,8 @@
 //! disk layout (see `dsq-checkpoint`) nor a kernel layout (see `dsq-kernels`).
 
 use crate::{Granularity, Mapping, QParams, QuantArgs, QuantError};
+use std::borrow::Cow;
+use std::ops::Range;
 
 /// Groups whose largest magnitude is below this count as degenerate (all zero, or so small that no sum with
 /// weights of ordinary size sees them): 2^-64.
@@ -16,12 +18,14 @@ pub struct QuantizedMatrix {
     pub n: usize,
     /// Reduction dimension (columns).
     pub k: usize,
-    /// Signed codes `[n, k]`.
+    /// Signed codes `[n, k]`; of float types the bit patterns.
     pub codes: Vec<i8>,
     /// Stored scales, shape [`QuantArgs::scale_shape`].
     pub scales: Vec<f32>,
     /// Zero points in the signed domain, as many as scales; empty when symmetric.
     pub zeros: Vec<i8>,
+    /// What divides every scale; exactly where [`QuantArgs::has_global_scale`] says so.
+    pub global_scale: Option<f32>,
 }
 
 impl QuantizedMatrix {
@@ -30,24 +34,53 @@ impl QuantizedMatrix {
     /// # Errors
     /// Non-finite values, a scale that overflows, a group size that does not divide `k`, a wrong length.
     pub fn quantize(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Self, QuantError> {
-        let params = Self::qparams_of(w, n, k, args)?;
-        Self::quantize_with(w, n, k, args, &params)
+        let global = args.has_global_scale().then(|| QuantArgs::global_scale(absmax(w)));
+        Self::quantize_under(w, n, k, args, global)
     }
 
-    /// The quantization parameters that `w`'s own values give by `args.observer`, one for each scale, row major.
+    /// [`QuantizedMatrix::quantize`] under a given global scale, for layers that share one; `None` for schemes without.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::quantize`], and for a global scale where there must be none, or the reverse.
+    pub fn quantize_under(
+        w: &[f32],
+        n: usize,
+        k: usize,
+        args: QuantArgs,
+        global: Option<f32>,
+    ) -> Result<Self, QuantError> {
+        let params = Self::stored_qparams_of(w, n, k, args, global)?;
+        Self::quantize_on(w, n, k, args, &params, global)
+    }
+
+    /// The quantization parameters that `w`'s own values give by `args.observer`, one for each scale, row major. They are
+    /// those in effect; what is stored may differ from them by a global scale.
     ///
     /// # Errors
     /// As [`QuantizedMatrix::quantize`].
     pub fn qparams_of(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<QParams>, QuantError> {
+        let global = args.has_global_scale().then(|| QuantArgs::global_scale(absmax(w)));
+        let stored = Self::stored_qparams_of(w, n, k, args, global)?;
+        Ok(stored.into_iter().map(|p| args.in_effect(p, global)).collect())
+    }
+
+    fn stored_qparams_of(
+        w: &[f32],
+        n: usize,
+        k: usize,
+        args: QuantArgs,
+        global: Option<f32>,
+    ) -> Result<Vec<QParams>, QuantError> {
         check_len("weight", n * k, w.len())?;
-        let [rows, groups] = args.scale_shape(n, k)?;
+        args.scale_shape(n, k)?;
+        check_global(&args, global)?;
         check_finite(w)?;
-        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
-        w.chunks(per_scale)
+        groups(w, n, k, &args)
             .enumerate()
-            .map(|(i, chunk)| {
-                let (lo, hi) = min_max(chunk);
-                args.weight_qparams(lo, hi, |p| args.squared_error(chunk, p)).map_err(|e| match e {
+            .map(|(i, values)| {
+                let (lo, hi) = min_max(&values);
+                let error = |p| args.squared_error(&values, p);
+                args.stored_weight_qparams(lo, hi, global, error).map_err(|e| match e {
                     QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
                         QuantError::ScaleOverflow { group: i, lo, hi, scale, dtype }
                     }
@@ -57,7 +90,8 @@ impl QuantizedMatrix {
             .collect()
     }
 
-    /// Chooses codes against given parameters (learned scales, for instance), one for each scale, row major.
+    /// Chooses codes against given parameters (learned scales, for instance), one for each scale, row major. For schemes
+    /// without a global scale; see [`QuantizedMatrix::quantize_on`].
     ///
     /// # Errors
     /// Wrong lengths, a group size that does not divide `k`, non-finite values, a parameter that cannot be stored.
@@ -68,27 +102,43 @@ impl QuantizedMatrix {
         args: QuantArgs,
         params: &[QParams],
     ) -> Result<Self, QuantError> {
+        Self::quantize_on(w, n, k, args, params, None)
+    }
+
+    /// Chooses codes against given stored parameters and a global scale.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::quantize_with`], and for a global scale where there must be none, or the reverse.
+    pub fn quantize_on(
+        w: &[f32],
+        n: usize,
+        k: usize,
+        args: QuantArgs,
+        params: &[QParams],
+        global: Option<f32>,
+    ) -> Result<Self, QuantError> {
         check_len("weight", n * k, w.len())?;
         let [rows, groups] = args.scale_shape(n, k)?;
         check_len("scales", rows * groups, params.len())?;
+        check_global(&args, global)?;
         check_finite(w)?;
-        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
         let mut codes = Vec::with_capacity(w.len());
-        for (chunk, &p) in w.chunks(per_scale).zip(params) {
-            codes.extend(chunk.iter().map(|&x| args.quantize(x, p)));
+        for (scale, run) in runs(n, k, &args) {
+            let p = args.in_effect(params[scale], global);
+            codes.extend(w[run].iter().map(|&x| args.quantize(x, p)));
         }
         let scales = params.iter().map(|p| p.scale).collect();
         let zeros = match args.mapping {
             Mapping::Symmetric => Vec::new(),
             Mapping::Asymmetric => params.iter().map(|p| p.zero as i8).collect(),
         };
-        let out = Self { args, n, k, codes, scales, zeros };
+        let out = Self { args, n, k, codes, scales, zeros, global_scale: global };
         out.validate()?;
         Ok(out)
     }
 
-    /// Checks lengths, that every scale is finite, positive and already rounded to its dtype, and that every code
-    /// and zero point lies in the code range.
+    /// Checks lengths, that every scale is finite, positive and already rounded to its dtype, that every code and zero point
+    /// lies in the code range, and that no float code is NaN or infinite.
     ///
     /// # Errors
     /// The first violation.
@@ -98,10 +148,20 @@ impl QuantizedMatrix {
         check_len("scales", rows * groups, self.scales.len())?;
         let zeros = if self.args.mapping == Mapping::Asymmetric { rows * groups } else { 0 };
         check_len("zero points", zeros, self.zeros.len())?;
+        check_global(&self.args, self.global_scale)?;
         for (group, &value) in self.scales.iter().enumerate() {
             if !(value.is_finite() && value > 0.0 && self.args.scale_dtype.round(value) == value) {
                 return Err(QuantError::BadQParam { group, what: "scale", value });
             }
+            // Under a global scale the one in effect may vanish or overflow.
+            let scale = self.qparams(group).scale;
+            if !(scale.is_finite() && scale > 0.0) {
+                return Err(QuantError::BadQParam { group, what: "scale over the global scale", value: scale });
+            }
+        }
+        if let Some(f) = self.args.qtype.float() {
+            let bad = self.codes.iter().position(|&q| !f.is_finite(q as u8));
+            return bad.map_or(Ok(()), |index| Err(QuantError::BadCode { index, code: self.codes[index] as u8 }));
         }
         let range = self.args.qtype.qmin()..=self.args.qtype.qmax();
         if let Some(group) = self.zeros.iter().position(|&z| !range.contains(&i32::from(z))) {
@@ -117,16 +177,17 @@ impl QuantizedMatrix {
         Ok(())
     }
 
-    /// The parameters of scale `i` (row major).
+    /// The parameters of scale `i` (row major) that are in effect: the scale over the global one, where there is one.
     #[inline]
     pub fn qparams(&self, i: usize) -> QParams {
-        QParams { scale: self.scales[i], zero: self.zeros.get(i).map_or(0, |&z| i32::from(z)) }
+        let stored = QParams { scale: self.scales[i], zero: self.zeros.get(i).map_or(0, |&z| i32::from(z)) };
+        self.args.in_effect(stored, self.global_scale)
     }
 
-    /// Length of a group along `k`.
+    /// Length of a group along `k`; the last may be shorter where groups are blocks.
     pub fn group_len(&self) -> usize {
         match self.args.granularity {
-            Granularity::PerGroup(g) => g,
+            Granularity::PerGroup(g) | Granularity::PerBlock(_, g) => g,
             _ => self.k,
         }
     }
@@ -138,16 +199,16 @@ impl QuantizedMatrix {
             Granularity::PerTensor => 0,
             Granularity::PerChannel => row,
             Granularity::PerGroup(g) => row * (self.k / g) + group,
+            Granularity::PerBlock(rows, columns) => row / rows * self.k.div_ceil(columns) + group,
         }
     }
 
     /// The values on the grid, `[n, k]` row major.
     pub fn dequantize(&self) -> Vec<f32> {
-        let per_scale = (self.n * self.k).checked_div(self.scales.len()).unwrap_or(1).max(1);
         let mut out = Vec::with_capacity(self.codes.len());
-        for (i, chunk) in self.codes.chunks(per_scale).enumerate() {
-            let p = self.qparams(i);
-            out.extend(chunk.iter().map(|&q| self.args.dequantize(q, p)));
+        for (scale, run) in runs(self.n, self.k, &self.args) {
+            let p = self.qparams(scale);
+            out.extend(self.codes[run].iter().map(|&q| self.args.dequantize(q, p)));
         }
         out
     }
@@ -155,14 +216,75 @@ impl QuantizedMatrix {
     /// Groups of `w` that carry nothing (largest magnitude below [`DEGENERATE_ABSMAX`]), as flat scale indices.
     pub fn degenerate_groups(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<usize>, QuantError> {
         check_len("weight", n * k, w.len())?;
-        let [rows, groups] = args.scale_shape(n, k)?;
-        let per_scale = (n * k).checked_div(rows * groups).unwrap_or(1).max(1);
-        Ok(w.chunks(per_scale)
+        args.scale_shape(n, k)?;
+        Ok(groups(w, n, k, &args)
             .enumerate()
             .filter(|(_, c)| c.iter().all(|x| x.abs() < DEGENERATE_ABSMAX))
             .map(|(i, _)| i)
             .collect())
     }
+}
+
+/// The runs of a row-major `[n, k]` matrix in which one scale holds, in order, each with its scale's index. The
+/// granularity was checked.
+fn runs(n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let (len, rows) = match args.granularity {
+        Granularity::PerTensor => (n * k, 1),
+        Granularity::PerChannel => (k, 1),
+        Granularity::PerGroup(g) => (g, 1),
+        Granularity::PerBlock(rows, columns) => (columns, rows),
+    };
+    let len = len.max(1);
+    let width = if args.granularity == Granularity::PerTensor { n * k } else { k };
+    let (down, across) = ((n * k).checked_div(width).unwrap_or(0), width.div_ceil(len));
+    (0..down).flat_map(move |row| {
+        (0..across).map(move |i| {
+            let start = row * width + i * len;
+            (row / rows * across + i, start..(start + len).min((row + 1) * width))
+        })
+    })
+}
+
+/// The values that each scale is for, in the order of the scales.
+fn groups<'a>(w: &'a [f32], n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = Cow<'a, [f32]>> {
+    let (rows, columns) = match args.granularity {
+        Granularity::PerBlock(rows, columns) => (rows, columns),
+        // One run is one group.
+        _ => (1, k),
+    };
+    let blocks = matches!(args.granularity, Granularity::PerBlock(..));
+    let whole = if blocks { None } else { Some(runs(n, k, args).map(|(_, run)| Cow::Borrowed(&w[run]))) };
+    let parts = blocks.then(|| {
+        (0..n).step_by(rows).flat_map(move |top| {
+            (0..k).step_by(columns).map(move |left| {
+                let right = (left + columns).min(k);
+                (top..(top + rows).min(n)).flat_map(|r| &w[r * k + left..r * k + right]).copied().collect()
+            })
+        })
+    });
+    whole.into_iter().flatten().chain(parts.into_iter().flatten().map(Cow::Owned))
+}
+
+fn check_global(args: &QuantArgs, global: Option<f32>) -> Result<(), QuantError> {
+    match (args.has_global_scale(), global) {
+        (false, None) => Ok(()),
+        (true, Some(g)) if g.is_finite() && g > 0.0 => Ok(()),
+        (true, Some(value)) => Err(QuantError::BadQParam { group: 0, what: "global scale", value }),
+        (true, None) => Err(QuantError::Setting {
+            field: "global_scale",
+            expected: "a finite positive number".into(),
+            got: "none".into(),
+        }),
+        (false, Some(g)) => Err(QuantError::Setting {
+            field: "global_scale",
+            expected: "none: only NVFP4 has one".into(),
+            got: g.to_string(),
+        }),
+    }
+}
+
+fn absmax(w: &[f32]) -> f32 {
+    w.iter().fold(0.0f32, |m, x| m.max(x.abs()))
 }
 
 pub(crate) fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), QuantError> {
@@ -282,7 +404,7 @@ mod tests {
             let (n, k) = (6, 96);
             let w = normal(n * k, seed);
             let args = QuantArgs {
-                qtype: QuantType::ALL[qtype],
+                qtype: QuantType::INTS[qtype],
                 granularity: [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)][gran],
                 mapping: if asym { Mapping::Asymmetric } else { Mapping::Symmetric },
                 scale_dtype: FloatType::ALL[dtype],

@@ -33,15 +33,30 @@ impl QuantArgs {
     /// As [`QuantArgs::qparams`] (of the whole range).
     #[inline]
     pub fn weight_qparams(&self, lo: f32, hi: f32, error: impl Fn(QParams) -> f64) -> Result<QParams, QuantError> {
-        let mut best = self.qparams(lo, hi)?;
+        self.stored_weight_qparams(lo, hi, None, error)
+    }
+
+    /// [`QuantArgs::weight_qparams`] under a global scale: returns the stored scale, and asks `error` of the one in effect.
+    ///
+    /// # Errors
+    /// As [`QuantArgs::qparams`] (of the whole range).
+    #[inline]
+    pub fn stored_weight_qparams(
+        &self,
+        lo: f32,
+        hi: f32,
+        global: Option<f32>,
+        error: impl Fn(QParams) -> f64,
+    ) -> Result<QParams, QuantError> {
+        let mut best = self.stored_qparams(lo, hi, global)?;
         if self.observer == WeightObserver::MinMax {
             return Ok(best);
         }
-        let mut least = error(best);
+        let mut least = error(self.in_effect(best, global));
         for i in 1..CANDIDATES {
             let share = 1.0 - STEP * i as f32;
-            let p = self.qparams(lo * share, hi * share)?;
-            let e = error(p);
+            let p = self.stored_qparams(lo * share, hi * share, global)?;
+            let e = error(self.in_effect(p, global));
             if e < least {
                 (best, least) = (p, e);
             }
@@ -53,29 +68,40 @@ impl QuantArgs {
     /// `i`, `i + 16`, ... one after the other in f32; the lanes of a run, then the runs, are added in f64.
     #[inline(always)]
     pub fn squared_error(&self, x: &[f32], p: QParams) -> f64 {
+        if self.qtype.float().is_some() {
+            return sum_of_squares(x, |x| self.dequantize(self.quantize(x, p), p) - x);
+        }
         let (qmin, qmax, zero) = (self.qtype.qmin() as f32, self.qtype.qmax() as f32, p.zero as f32);
-        let square = |x: f32| {
+        sum_of_squares(x, |x| {
             let q = (x / p.scale + zero).max(qmin).min(qmax).round_ties_even();
-            let d = (q - zero) * p.scale - x;
-            d * d
-        };
-        let mut total = 0.0f64;
-        for run in x.chunks(RUN) {
-            let mut lanes = [0.0f32; LANES];
-            let whole = run.chunks_exact(LANES);
-            let tail = whole.remainder();
-            for values in whole {
-                for (lane, &v) in lanes.iter_mut().zip(values) {
-                    *lane += square(v);
-                }
-            }
-            for (lane, &v) in lanes.iter_mut().zip(tail) {
+            (q - zero) * p.scale - x
+        })
+    }
+}
+
+/// The sum of the squares of `difference` over `x`, in the order of [`QuantArgs::squared_error`].
+#[inline(always)]
+fn sum_of_squares(x: &[f32], difference: impl Fn(f32) -> f32) -> f64 {
+    let square = |x: f32| {
+        let d = difference(x);
+        d * d
+    };
+    let mut total = 0.0f64;
+    for run in x.chunks(RUN) {
+        let mut lanes = [0.0f32; LANES];
+        let whole = run.chunks_exact(LANES);
+        let tail = whole.remainder();
+        for values in whole {
+            for (lane, &v) in lanes.iter_mut().zip(values) {
                 *lane += square(v);
             }
-            total += lanes.iter().map(|&l| f64::from(l)).sum::<f64>();
         }
-        total
+        for (lane, &v) in lanes.iter_mut().zip(tail) {
+            *lane += square(v);
+        }
+        total += lanes.iter().map(|&l| f64::from(l)).sum::<f64>();
     }
+    total
 }
 
 #[cfg(test)]

@@ -125,6 +125,13 @@ impl CnnRuntime {
                     }));
                 }
                 (LinearWeight::Quantized(w), activation) => {
+                    if w.args.qtype.float().is_some() {
+                        return Err(quant(QuantError::Setting {
+                            field: "weights",
+                            expected: "integer codes for the layers of an image model".into(),
+                            got: w.args.qtype.name().into(),
+                        }));
+                    }
                     let scales = w.scales.len();
                     if scales != 1 && scales != w.n {
                         return Err(quant(QuantError::Setting {

@@ -10,8 +10,8 @@ use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
-use dsq_kernels::{FloatLinear, Int4Linear, Int8Linear, Linear, Team, matmul_many};
-use dsq_quant::{FloatType, QuantType};
+use dsq_kernels::{FloatLinear, Linear, Team, matmul_many};
+use dsq_quant::FloatType;
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
@@ -269,11 +269,7 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
 fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
     match model.linear(module)? {
-        LinearWeight::Quantized(q) => match q.args.qtype {
-            QuantType::Int8 => Int8Linear::new(&q).map(Linear::Int8),
-            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => Int4Linear::new(&q).map(Linear::Int4),
-        }
-        .map_err(quant),
+        LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
         LinearWeight::Float { n, k, data } => {
             let dtype = stored_float(model, module);
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)

@@ -193,3 +193,29 @@ fn packed_weights_give_the_logits_of_their_dequantized_values() {
         }
     }
 }
+
+#[test]
+fn float_codes_give_the_logits_of_their_values() {
+    let fp8 = |granularity| QuantArgs::fp8(granularity, FloatType::Bf16);
+    for name in ["llama_tiny", "llama_tiny_untied"] {
+        for (args, kernel) in [
+            (fp8(Granularity::PerTensor), "fp8 e4m3"),
+            (fp8(Granularity::PerChannel), "fp8 e4m3"),
+            (fp8(Granularity::PerBlock(128, 128)), "fp8 e4m3"),
+            (fp8(Granularity::PerBlock(24, 40)), "fp8 e4m3"),
+            (QuantArgs::nvfp4(), "fp4 e2m1"),
+            (QuantArgs::mxfp4(), "fp4 e2m1"),
+        ] {
+            let (_dir, packed, float) = export_pair(name, args);
+            assert!(packed.kernels().iter().any(|(_, k)| k.contains(kernel)), "{:?}", packed.kernels());
+            assert!(packed.resident_bytes() < float.resident_bytes());
+            let prompt = &prompts(name)[1];
+            let run =
+                |m: &LlamaRuntime| m.forward(prompt, &mut m.new_cache(prompt.len()).unwrap(), Logits::All).unwrap();
+            let (a, b) = (run(&packed), run(&float));
+            let worst = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+            // As in the test above.
+            assert!(worst <= 4e-5 && worst > 0.0, "{name} {args:?}: {worst:e}");
+        }
+    }
+}

@@ -99,6 +99,9 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     for (name, layer) in model.linears() {
         if let Some(scheme) = config.scheme_for(&name) {
             any = true;
+            if let Err(e) = dsq_kernels::fake_quant::check_trainable(&scheme.weights) {
+                return Err(setting("quant.scheme", format!("another scheme for {name}"), e.to_string()));
+            }
             if let Err(e) = scheme.weights.group_len(layer.weight.dims()[1]) {
                 bad.push(format!("{name} ({e})"));
             }

@@ -45,8 +45,8 @@ impl Int4Conv {
         {
             return Err(setting("weights", "symmetric INT4, per channel or per tensor", format!("{:?}", w.args)));
         }
-        if input.granularity != Granularity::PerTensor {
-            return Err(setting("activations", "one static scale for the tensor", format!("{input:?}")));
+        if input.granularity != Granularity::PerTensor || input.qtype.float().is_some() {
+            return Err(setting("activations", "integers with one static scale for the tensor", format!("{input:?}")));
         }
         if !shape.is_valid() {
             return Err(setting("convolution", "a kernel that fits the padded picture", format!("{shape:?}")));
@@ -237,7 +237,7 @@ mod tests {
 
     fn matrix(codes: Vec<i8>, n: usize, k: usize) -> QuantizedMatrix {
         let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
-        QuantizedMatrix { args, n, k, codes, scales: vec![0.5; n], zeros: vec![] }
+        QuantizedMatrix { args, n, k, codes, scales: vec![0.5; n], zeros: vec![], global_scale: None }
     }
 
     fn activations(qtype: QuantType) -> QuantArgs {

@@ -17,7 +17,7 @@ mod scalar;
 
 pub use learned::{LearnedGradients, fake_quant_learned, fake_quant_learned_gradient};
 
-use dsq_quant::{QParams, QuantArgs, QuantError};
+use dsq_quant::{Granularity, QParams, QuantArgs, QuantError};
 use rayon::prelude::*;
 
 /// Values that one parallel task handles at least: below this, spawning costs more than it gains.
@@ -31,8 +31,8 @@ pub(crate) const TASK: usize = 1 << 14;
 /// once everything else is done.
 ///
 /// # Errors
-/// [`QuantError::Length`], [`QuantError::GroupNotDividing`] (nothing is written then),
-/// [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
+/// [`QuantError::Length`], [`QuantError::GroupNotDividing`], [`QuantError::Setting`] for NVFP4 and FP8 blocks, which training
+/// does not have (nothing is written then), [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
 pub fn fake_quant_weight(
     w: &[f32],
     n: usize,
@@ -45,6 +45,7 @@ pub fn fake_quant_weight(
     check_len("output", n * k, out.len())?;
     check_len("mask", n * k, inside.len())?;
     let [rows, groups] = args.scale_shape(n, k)?;
+    check_trainable(args)?;
     if w.is_empty() {
         return Ok(());
     }
@@ -84,6 +85,20 @@ pub fn fake_quant_weight(
         })
         // The first error in index order, whatever finishes first.
         .reduce(|| Ok(()), Result::and)
+}
+
+/// Whether weights of a scheme can be fake-quantized: each scale must depend on one run of weights only. That of NVFP4 depends
+/// on the whole tensor, and on others where layers share it; that of an FP8 block on runs of many rows.
+///
+/// # Errors
+/// [`QuantError::Setting`] for these.
+pub fn check_trainable(args: &QuantArgs) -> Result<(), QuantError> {
+    if !args.has_global_scale() && !matches!(args.granularity, Granularity::PerBlock(..)) {
+        return Ok(());
+    }
+    let expected = "a scheme whose scales each depend on their own run of weights, for training".into();
+    let got = format!("{}, {:?}, {} scales", args.qtype.name(), args.granularity, args.scale_dtype);
+    Err(QuantError::Setting { field: "scheme", expected, got })
 }
 
 /// Fake-quantizes values against given parameters (a static activation range).
@@ -179,6 +194,10 @@ pub(crate) fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
 
 fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {
     debug_assert!(x.len() == out.len() && x.len() == inside.len());
+    if args.qtype.float().is_some() {
+        // The wide walk knows integer codes only.
+        return scalar::walk(x, args, p, out, inside);
+    }
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was found; the three slices have one length (checked by the callers).

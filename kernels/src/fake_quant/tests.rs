@@ -23,7 +23,7 @@ pub(super) fn normal(n: usize, seed: u64) -> Vec<f32> {
 pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
     let mut out = Vec::new();
     for &granularity in granularities {
-        for qtype in QuantType::ALL {
+        for qtype in QuantType::INTS {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for scale_dtype in FloatType::ALL {
                     for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
@@ -31,6 +31,10 @@ pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
                     }
                 }
             }
+        }
+        // Float codes take the reference walk; the walk over groups is the same.
+        if !matches!(granularity, Granularity::PerGroup(_)) {
+            out.push(QuantArgs::fp8(granularity, FloatType::Bf16));
         }
     }
     out
@@ -186,4 +190,27 @@ fn f084_sizes_that_do_not_fit_are_refused() {
     assert_eq!(err, QuantError::GroupNotDividing { k: 4, group_size: 3 });
     let err = fake_quant_weight(&[0.0; 7], 2, 4, &args, &mut [0.0; 8], &mut [0; 8]).unwrap_err();
     assert!(matches!(err, QuantError::Length { what: "weight", expected: 8, got: 7 }));
+}
+
+#[test]
+fn float_codes_land_where_the_shipped_matrix_lands_or_are_refused() {
+    let (n, k) = (5, 96);
+    let w = normal(n * k, 3);
+    let walk = |args: QuantArgs| {
+        let (mut out, mut inside) = (vec![f32::NAN; n * k], vec![9u8; n * k]);
+        fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).map(|()| (out, inside))
+    };
+    let mse = QuantArgs { observer: WeightObserver::Mse, ..QuantArgs::fp8(Granularity::PerChannel, FloatType::F16) };
+    for args in [QuantArgs::mxfp4(), mse] {
+        let (out, inside) = walk(args).unwrap();
+        let shipped = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+        assert_eq!(bits(&out), bits(&shipped.dequantize()), "{args:?}");
+        for (i, &x) in w.iter().enumerate() {
+            let p = shipped.qparams(shipped.scale_index(i / k, i % k / shipped.group_len()));
+            assert_eq!(inside[i] == 1, (x / p.scale).abs() <= args.qtype.qmax() as f32);
+        }
+    }
+    for args in [QuantArgs::nvfp4(), QuantArgs::fp8(Granularity::PerBlock(128, 128), FloatType::F32)] {
+        assert!(matches!(walk(args).unwrap_err(), QuantError::Setting { field: "scheme", .. }));
+    }
 }

@@ -29,22 +29,31 @@ macro_rules! codes {
 codes! {
     Int4, 64, p, j => S::nibble(p, j as i32);
     Int8, 128, p, j => S::int8(p.add(16 * j));
+    Fp4, 64, p, j => S::e2m1(p, j as i32);
+    E4M3, 128, p, j => S::e4m3(p.add(16 * j));
+    E5M2, 128, p, j => S::e5m2(p.add(16 * j));
     F16, 256, p, j => S::f16(p.add(32 * j));
     Bf16, 256, p, j => S::bf16(p.add(32 * j));
     F32, 512, p, j => S::load(p.add(64 * j).cast());
 }
 
-/// Scales of group `g` of block `b`; None for float storage.
+/// Scales in effect of group `g` of block `b`; None for float storage.
 #[inline(always)]
 unsafe fn scale<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S::V> {
     let s = p.scales.as_ref()?;
     let cell = (b * p.groups + g) * BLOCK;
     // SAFETY: block and group are in range, so sixteen scales are readable.
     unsafe {
-        Some(match s.dtype {
+        let scale = match s.dtype {
             FloatType::F32 => S::load(s.bytes.as_ptr().add(4 * cell).cast()),
             FloatType::F16 => S::f16(s.bytes.as_ptr().add(2 * cell)),
             FloatType::Bf16 => S::bf16(s.bytes.as_ptr().add(2 * cell)),
+            FloatType::F8E4M3 => S::e4m3(s.bytes.as_ptr().add(cell)),
+            FloatType::F8E8M0 => S::e8m0(s.bytes.as_ptr().add(cell)),
+        };
+        Some(match s.global {
+            Some(global) => S::div(scale, S::splat(global)),
+            None => scale,
         })
     }
 }

@@ -3,14 +3,15 @@
 //! Layout: rows (outputs) in blocks of 16; the reduction in groups, each cut into segments of at most
 //! [`SEGMENT`] values, each segment padded to octets (8 values). One octet of one block is contiguous:
 //! - INT4, and INT3 and INT2 widened to it: sixteen u32 (one cache line), word `r` holds the codes of row `r`, value `j`
-//!   in bits `4j..4j+4`, plus 8;
-//! - INT8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
+//!   in bits `4j..4j+4`, plus 8; FP4 the same, its codes as they are;
+//! - INT8, FP8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
 //!
 //! Blocks follow one another, so a thread reads its part of the weights as one stream. Scales are kept in their
-//! stored dtype and zero points as i8, both `[block][group][16]`. Padding is never read as a value.
+//! stored dtype and zero points as i8, both `[block][group][16]` (the scale of an FP8 block stands once for each of its
+//! rows). Padding is never read as a value.
 
 use crate::memory::Lines;
-use dsq_quant::{FloatType, QuantError, QuantType, QuantizedMatrix};
+use dsq_quant::{FloatType, MiniFloat, QuantError, QuantType, QuantizedMatrix, e8m0_decode, e8m0_encode};
 use half::{bf16, f16};
 
 /// Rows of a block: the lanes of a vector.
@@ -23,7 +24,7 @@ pub(crate) const OCTET: usize = 8;
 /// How the values of a layer are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Storage {
-    Int(QuantType),
+    Code(QuantType),
     Float(FloatType),
 }
 
@@ -31,8 +32,7 @@ impl Storage {
     /// Bits of the field that holds a value.
     fn bits(self) -> usize {
         match self {
-            Storage::Int(QuantType::Int8) => 8,
-            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => 4,
+            Storage::Code(q) => q.bits().max(4),
             Storage::Float(f) => f.bits(),
         }
     }
@@ -51,11 +51,13 @@ pub(crate) struct Segment {
     pub octet: usize,
 }
 
-/// The scales of integer codes.
+/// The scales of codes.
 #[derive(Debug, Clone)]
 pub(crate) struct Scales {
     pub dtype: FloatType,
     pub bytes: Lines,
+    /// What divides every scale.
+    pub global: Option<f32>,
     /// i8 as bytes; empty when symmetric.
     pub zeros: Lines,
 }
@@ -103,7 +105,7 @@ impl Panels {
     /// Packs a quantized matrix.
     pub(crate) fn pack_codes(q: &QuantizedMatrix) -> Result<Self, QuantError> {
         q.validate()?;
-        let mut p = Self::empty(q.n, q.k, Storage::Int(q.args.qtype), q.group_len());
+        let mut p = Self::empty(q.n, q.k, Storage::Code(q.args.qtype), q.group_len());
         for row in 0..q.n {
             let codes = &q.codes[row * q.k..(row + 1) * q.k];
             for i in 0..p.segments.len() {
@@ -111,7 +113,8 @@ impl Panels {
                 for (j, &code) in codes[s.at..s.at + s.len].iter().enumerate() {
                     let at = p.value_at(row, s, j);
                     p.weights.as_mut_slice()[at] |= match q.args.qtype {
-                        QuantType::Int8 => code as u8,
+                        QuantType::Int8 | QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => code as u8,
+                        QuantType::Fp4E2M1 => (code as u8) << (4 * (j % 2)),
                         QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => ((code + 8) as u8) << (4 * (j % 2)),
                     };
                 }
@@ -132,14 +135,18 @@ impl Panels {
                 }
             }
         }
-        p.scales = Some(Scales { dtype, bytes, zeros });
+        p.scales = Some(Scales { dtype, bytes, global: q.global_scale, zeros });
         Ok(p)
     }
 
-    /// Packs a float matrix, rounding to `dtype` (nearest, ties to even).
+    /// Packs a float matrix, rounding to `dtype` (nearest, ties to even), one of [`FloatType::ALL`].
     pub(crate) fn pack_floats(w: &[f32], n: usize, k: usize, dtype: FloatType) -> Result<Self, QuantError> {
         if w.len() != n * k {
             return Err(QuantError::Length { what: "weight", expected: n * k, got: w.len() });
+        }
+        if !FloatType::ALL.contains(&dtype) {
+            let expected = "f32, f16 or bf16: one byte holds scales and codes only".into();
+            return Err(QuantError::Setting { field: "dtype", expected, got: dtype.to_string() });
         }
         let mut p = Self::empty(n, k, Storage::Float(dtype), k);
         for row in 0..n {
@@ -174,13 +181,14 @@ impl Panels {
                 let at = self.value_at(row, *s, j);
                 let b = |i: usize| self.weights.as_slice()[at + i];
                 out[s.at + j] = match self.storage {
-                    Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
+                    Storage::Code(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                         (i32::from((b(0) >> (4 * (j % 2))) & 15) - 8 - zero) as f32 * scale
                     }
-                    Storage::Int(QuantType::Int8) => (i32::from(b(0) as i8) - zero) as f32 * scale,
-                    Storage::Float(FloatType::F32) => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
-                    Storage::Float(FloatType::F16) => f16::from_le_bytes([b(0), b(1)]).to_f32(),
-                    Storage::Float(FloatType::Bf16) => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
+                    Storage::Code(QuantType::Int8) => (i32::from(b(0) as i8) - zero) as f32 * scale,
+                    Storage::Code(QuantType::Fp8E4M3) => MiniFloat::E4M3.decode(b(0)) * scale,
+                    Storage::Code(QuantType::Fp8E5M2) => MiniFloat::E5M2.decode(b(0)) * scale,
+                    Storage::Code(QuantType::Fp4E2M1) => MiniFloat::E2M1.decode(b(0) >> (4 * (j % 2))) * scale,
+                    Storage::Float(dtype) => get_float(&b, dtype),
                 };
             }
         }
@@ -191,11 +199,8 @@ impl Panels {
         let Some(s) = &self.scales else { return (1.0, 0) };
         let cell = (row / BLOCK * self.groups + group) * BLOCK + row % BLOCK;
         let b = |i: usize| s.bytes.as_slice()[cell * s.dtype.bits() / 8 + i];
-        let scale = match s.dtype {
-            FloatType::F32 => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
-            FloatType::F16 => f16::from_le_bytes([b(0), b(1)]).to_f32(),
-            FloatType::Bf16 => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
-        };
+        let scale = get_float(&b, s.dtype);
+        let scale = s.global.map_or(scale, |g| scale / g);
         (scale, if s.zeros.len() == 0 { 0 } else { i32::from(s.zeros.as_slice()[cell] as i8) })
     }
 
@@ -246,5 +251,18 @@ fn put_float(to: &mut Lines, at: usize, x: f32, dtype: FloatType) {
         FloatType::F32 => to[..4].copy_from_slice(&x.to_le_bytes()),
         FloatType::F16 => to[..2].copy_from_slice(&f16::from_f32(x).to_le_bytes()),
         FloatType::Bf16 => to[..2].copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
+        FloatType::F8E4M3 => to[0] = MiniFloat::E4M3.encode(x),
+        FloatType::F8E8M0 => to[0] = e8m0_encode(x),
+    }
+}
+
+/// The value whose bytes are `b(0)`, `b(1)`, ...
+fn get_float(b: &impl Fn(usize) -> u8, dtype: FloatType) -> f32 {
+    match dtype {
+        FloatType::F32 => f32::from_le_bytes([b(0), b(1), b(2), b(3)]),
+        FloatType::F16 => f16::from_le_bytes([b(0), b(1)]).to_f32(),
+        FloatType::Bf16 => bf16::from_le_bytes([b(0), b(1)]).to_f32(),
+        FloatType::F8E4M3 => MiniFloat::E4M3.decode(b(0)),
+        FloatType::F8E8M0 => e8m0_decode(b(0)),
     }
 }

@@ -1,15 +1,17 @@
-//! Linear layers `out = x W^T` with weights kept packed: INT4 and INT8 codes, or f32, f16, bf16 values; f32
-//! activations, f32 accumulation (W4A16 and its kin). Not here: biases, activations quantized to integers.
+//! Linear layers `out = x W^T` with weights kept packed: INT4, INT8, FP8 and FP4 codes, or f32, f16, bf16 values; f32
+//! activations, f32 accumulation (W4A16 and its kin). Not here: biases, quantized activations.
 //!
-//! - Shapes: `x [m, k]`, `out [m, n]`, row major; any m, n, k; any group length that divides k.
-//! - Layout: `KernelLayout`, see `layout.rs`: blocks of 16 rows, one cache line for 16 rows x 8 INT4 codes.
+//! - Shapes: `x [m, k]`, `out [m, n]`, row major; any m, n, k; any group length that divides k, FP8 blocks of any size.
+//! - Layout: `KernelLayout`, see `layout.rs`: blocks of 16 rows, one cache line for 16 rows x 8 INT4 or FP4 codes.
 //! - Requires: nothing; AVX-512F or AVX2+FMA+F16C are found at run time, otherwise plain Rust.
 //! - Order: for each output, the reduction is cut into its groups, and each group into segments of at most 64.
-//!   Segment: `part = 0; part = fma(q - zero, x, part)` in increasing k, with `q - zero` an exact integer. Then
-//!   `total = fma(scale, part, total)`, segments in increasing k (float storage: q is the value, `total + part`).
-//!   The order knows neither m nor the number of threads nor the path: all give the same bits.
+//!   Segment: `part = 0; part = fma(q - zero, x, part)` in increasing k, with `q - zero` an exact integer, or the exact
+//!   value of an FP8 or FP4 code. Then `total = fma(scale, part, total)`, segments in increasing k (float storage: q is the
+//!   value, `total + part`). The scale of NVFP4 is the stored one divided by the global one, rounded once. The order knows neither m nor the number of threads nor the path: all give the same bits.
 //! - Cost: per token `n * k` multiply-adds. One token: bound by reading the weights (bits per weight of the format,
-//!   scales in their stored dtype); AVX-512 widens a nibble with a shift and a table look-up in a register. Many
+//!   scales in their stored dtype); AVX-512 widens a nibble with a shift and a table look-up in a register, AVX2 an FP4
+//!   nibble so too (magnitude from a table of eight, sign beside it). An FP8 byte becomes a binary16 by shifts, which the
+//!   CPU widens; E4M3 then takes one multiplication by 2^8. NVFP4 pays one division for 16 rows x 16 weights. Many
 //!   tokens: each segment is widened once for 48 tokens into the L1 cache, then register tiles of 32 rows x 12
 //!   tokens (AVX2: 16 x 6).
 //! - Error: against exact arithmetic at most `(64 + S) u * sum |w| |x|` for S segments and u = 2^-24, to first order:
@@ -27,7 +29,7 @@ use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};
 use crate::{Isa, simd};
 use dsq_quant::{FloatType, QuantError, QuantType, QuantizedMatrix};
-use kernel::{Bf16, CHUNK, F16, F32, Int4, Int8};
+use kernel::{Bf16, CHUNK, E4M3, E5M2, F16, F32, Fp4, Int4, Int8};
 use layout::{BLOCK, Panels, Storage};
 use std::ops::Range;
 
@@ -98,6 +100,15 @@ layer! {
     Int8Linear
 }
 layer! {
+    /// A linear layer with FP8 weights, E4M3 or E5M2, one scale for the tensor, a row or a block. The codes are widened to
+    /// f32 in registers: no FP8 arithmetic of any CPU or GPU is used.
+    Fp8Linear
+}
+layer! {
+    /// A linear layer with FP4 weights: NVFP4 or MXFP4. The nibbles are looked up in a table in a register.
+    Fp4Linear
+}
+layer! {
     /// A linear layer with float weights stored as f32, f16 or bf16.
     FloatLinear
 }
@@ -124,11 +135,33 @@ impl Int8Linear {
     }
 }
 
+impl Fp8Linear {
+    /// Packs an FP8 matrix.
+    ///
+    /// # Errors
+    /// The matrix is not valid, or its codes are not FP8.
+    pub fn new(q: &QuantizedMatrix) -> Result<Self, QuantError> {
+        expect_type(q, &[QuantType::Fp8E4M3, QuantType::Fp8E5M2])?;
+        Ok(Self { panels: Panels::pack_codes(q)?, isa: Isa::detect() })
+    }
+}
+
+impl Fp4Linear {
+    /// Packs an NVFP4 or MXFP4 matrix.
+    ///
+    /// # Errors
+    /// The matrix is not valid, or its codes are not FP4.
+    pub fn new(q: &QuantizedMatrix) -> Result<Self, QuantError> {
+        expect_type(q, &[QuantType::Fp4E2M1])?;
+        Ok(Self { panels: Panels::pack_codes(q)?, isa: Isa::detect() })
+    }
+}
+
 impl FloatLinear {
     /// Packs `w [n, k]`, rounded to `dtype` (nearest, ties to even; exact when `w` came from that dtype).
     ///
     /// # Errors
-    /// A wrong length.
+    /// A wrong length, or a dtype of one byte.
     pub fn new(w: &[f32], n: usize, k: usize, dtype: FloatType) -> Result<Self, QuantError> {
         Ok(Self { panels: Panels::pack_floats(w, n, k, dtype)?, isa: Isa::detect() })
     }
@@ -141,15 +174,34 @@ pub enum Linear {
     Int4(Int4Linear),
     /// INT8 codes.
     Int8(Int8Linear),
+    /// FP8 codes.
+    Fp8(Fp8Linear),
+    /// FP4 codes.
+    Fp4(Fp4Linear),
     /// Float values.
     Float(FloatLinear),
 }
 
 impl Linear {
+    /// Packs a quantized matrix into the layer of its type.
+    ///
+    /// # Errors
+    /// The matrix is not valid.
+    pub fn new(q: &QuantizedMatrix) -> Result<Self, QuantError> {
+        match q.args.qtype {
+            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => Int4Linear::new(q).map(Linear::Int4),
+            QuantType::Int8 => Int8Linear::new(q).map(Linear::Int8),
+            QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => Fp8Linear::new(q).map(Linear::Fp8),
+            QuantType::Fp4E2M1 => Fp4Linear::new(q).map(Linear::Fp4),
+        }
+    }
+
     fn parts(&self) -> (&Panels, Isa) {
         match self {
             Linear::Int4(l) => (&l.panels, l.isa),
             Linear::Int8(l) => (&l.panels, l.isa),
+            Linear::Fp8(l) => (&l.panels, l.isa),
+            Linear::Fp4(l) => (&l.panels, l.isa),
             Linear::Float(l) => (&l.panels, l.isa),
         }
     }
@@ -213,10 +265,15 @@ fn expect_type(q: &QuantizedMatrix, known: &[QuantType]) -> Result<(), QuantErro
 
 fn describe(p: &Panels) -> String {
     match p.storage {
-        Storage::Int(q) => {
+        Storage::Code(q) => {
             let zeros = if p.scales.as_ref().is_some_and(|s| s.zeros.len() > 0) { " asymmetric" } else { "" };
-            let held = if q.bits() < 4 { " in 4-bit fields" } else { "" };
-            format!("int{}{zeros} weights{held}, f32 activations:", q.bits())
+            let held = match q {
+                QuantType::Int2 | QuantType::Int3 => " in 4-bit fields",
+                QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => " widened to f32 in registers",
+                QuantType::Fp4E2M1 => " looked up as f32 in a register",
+                QuantType::Int4 | QuantType::Int8 => "",
+            };
+            format!("{}{zeros} weights{held}, f32 activations:", q.name().to_ascii_lowercase())
         }
         Storage::Float(f) => format!("{} weights, f32 activations:", f.name().to_ascii_lowercase()),
     }
@@ -287,11 +344,20 @@ unsafe fn decode(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, out: *mut
     // SAFETY: forwarded.
     unsafe {
         match p.storage {
-            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
+            Storage::Code(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                 dispatch!(isa, run::<Int4>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
             }
-            Storage::Int(QuantType::Int8) => {
+            Storage::Code(QuantType::Int8) => {
                 dispatch!(isa, run::<Int8>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp8E4M3) => {
+                dispatch!(isa, run::<E4M3>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp8E5M2) => {
+                dispatch!(isa, run::<E5M2>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp4E2M1) => {
+                dispatch!(isa, run::<Fp4>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
             }
             Storage::Float(FloatType::F16) => {
                 dispatch!(isa, run::<F16>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
@@ -299,7 +365,8 @@ unsafe fn decode(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, out: *mut
             Storage::Float(FloatType::Bf16) => {
                 dispatch!(isa, run::<Bf16>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
             }
-            Storage::Float(FloatType::F32) => {
+            // One-byte dtypes are refused when float values are packed.
+            Storage::Float(FloatType::F32 | FloatType::F8E4M3 | FloatType::F8E8M0) => {
                 dispatch!(isa, run::<F32>(p: &Panels, r: Range<usize>, x: *const f32, out: *mut f32))
             }
         }
@@ -312,11 +379,20 @@ unsafe fn multiply(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, m: usiz
     // SAFETY: forwarded.
     unsafe {
         match p.storage {
-            Storage::Int(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
+            Storage::Code(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                 dispatch!(isa, run::<Int4>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
             }
-            Storage::Int(QuantType::Int8) => {
+            Storage::Code(QuantType::Int8) => {
                 dispatch!(isa, run::<Int8>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp8E4M3) => {
+                dispatch!(isa, run::<E4M3>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp8E5M2) => {
+                dispatch!(isa, run::<E5M2>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
+            }
+            Storage::Code(QuantType::Fp4E2M1) => {
+                dispatch!(isa, run::<Fp4>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
             }
             Storage::Float(FloatType::F16) => {
                 dispatch!(isa, run::<F16>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
@@ -324,7 +400,8 @@ unsafe fn multiply(p: &Panels, isa: Isa, r: Range<usize>, x: *const f32, m: usiz
             Storage::Float(FloatType::Bf16) => {
                 dispatch!(isa, run::<Bf16>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
             }
-            Storage::Float(FloatType::F32) => {
+            // One-byte dtypes are refused when float values are packed.
+            Storage::Float(FloatType::F32 | FloatType::F8E4M3 | FloatType::F8E8M0) => {
                 dispatch!(isa, run::<F32>(p: &Panels, r: Range<usize>, x: *const f32, m: usize, out: *mut f32))
             }
         }

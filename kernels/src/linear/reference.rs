@@ -11,11 +11,11 @@ pub fn matmul_reference(w: &QuantizedMatrix, x: &[f32], m: usize, out: &mut [f32
             let mut total = 0.0f32;
             for (group, start) in (0..w.k).step_by(w.group_len().max(1)).enumerate() {
                 let p = w.qparams(w.scale_index(row, group));
-                let end = start + w.group_len();
+                let end = (start + w.group_len()).min(w.k);
                 for from in (start..end).step_by(SEGMENT) {
                     let mut part = 0.0f32;
                     for i in from..end.min(from + SEGMENT) {
-                        let q = (i32::from(w.codes[row * w.k + i]) - p.zero) as f32;
+                        let q = w.args.code_value(w.codes[row * w.k + i], p.zero);
                         part = q.mul_add(x[t * w.k + i], part);
                     }
                     total = p.scale.mul_add(part, total);

@@ -52,7 +52,7 @@ fn check(q: &QuantizedMatrix, m: usize, x: &[f32], what: &str) {
             for i in 0..q.k {
                 // The grid value itself carries one rounding, which the kernel does not make: recompute it in f64.
                 let p = q.qparams(q.scale_index(row, i / q.group_len()));
-                let value = f64::from(i32::from(q.codes[row * q.k + i]) - p.zero) * f64::from(p.scale);
+                let value = f64::from(q.args.code_value(q.codes[row * q.k + i], p.zero)) * f64::from(p.scale);
                 assert!((value - f64::from(w[row * q.k + i])).abs() <= value.abs() * 2f64.powi(-24) + 1e-45);
                 let term = value * f64::from(x[t * q.k + i]);
                 exact += term;
@@ -85,6 +85,113 @@ fn every_shape_grouping_and_mapping_equals_the_reference() {
             }
         }
     }
+}
+
+#[test]
+fn float_codes_of_every_scheme_and_shape_equal_the_reference() {
+    let shapes = [(1, 8), (2, 24), (3, 40), (16, 64), (17, 96), (33, 120), (48, 200), (65, 576), (40, 300)];
+    for (case, &(n, k)) in shapes.iter().enumerate() {
+        let dtype = FloatType::ALL[case % 3];
+        let fp8 = |granularity| QuantArgs::fp8(granularity, dtype);
+        let mut all = vec![
+            fp8(Granularity::PerTensor),
+            fp8(Granularity::PerChannel),
+            fp8(Granularity::PerBlock(128, 128)),
+            fp8(Granularity::PerBlock(5, 7)),
+            fp8(Granularity::PerBlock(1, 70)),
+            QuantArgs { qtype: QuantType::Fp8E5M2, ..fp8(Granularity::PerChannel) },
+        ];
+        all.extend([QuantArgs::nvfp4(), QuantArgs::mxfp4()].into_iter().filter(|a| a.group_len(k).is_ok()));
+        for args in all {
+            let q = QuantizedMatrix::quantize(&numbers(n * k, case as u64 + 1), n, k, args).unwrap();
+            for m in [1, 2, 5, 9, 13] {
+                check(&q, m, &numbers(m * k, 77 + m as u64), &format!("{args:?}"));
+            }
+        }
+    }
+}
+
+/// Every finite code, and every scale that one byte can hold, comes out exactly; on every path.
+#[test]
+fn every_float_code_and_one_byte_scale_is_read_exactly() {
+    for args in [QuantArgs::fp8(Granularity::PerChannel, FloatType::F32), QuantArgs::nvfp4(), QuantArgs::mxfp4()] {
+        for e5m2 in [false, true] {
+            let mut args = args;
+            if e5m2 && args.qtype == QuantType::Fp8E4M3 {
+                args.qtype = QuantType::Fp8E5M2;
+            }
+            let format = args.qtype.float().unwrap();
+            let codes: Vec<u8> = (0..=255u8).filter(|&c| format.is_finite(c)).collect();
+            // A row for each scale, which holds every code.
+            let (bytes, n): (Vec<u8>, usize) = match args.scale_dtype {
+                FloatType::F8E4M3 => ((1..0x7f).collect(), 126),
+                FloatType::F8E8M0 => ((0..255).collect(), 255),
+                _ => (vec![0], 1),
+            };
+            let scale_of = |b: u8| match args.scale_dtype {
+                FloatType::F8E4M3 => dsq_quant::MiniFloat::E4M3.decode(b),
+                FloatType::F8E8M0 => dsq_quant::e8m0_decode(b),
+                _ => 1.0,
+            };
+            let k = codes.len().next_multiple_of(32);
+            let row: Vec<i8> = codes.iter().copied().chain(std::iter::repeat(0)).take(k).map(|c| c as i8).collect();
+            let groups = k / args.group_len(k).unwrap();
+            let q = QuantizedMatrix {
+                args,
+                n,
+                k,
+                codes: row.repeat(n),
+                scales: bytes.iter().flat_map(|&b| vec![scale_of(b); groups]).collect(),
+                zeros: vec![],
+                global_scale: args.has_global_scale().then_some(3.0),
+            };
+            let mut x = vec![0.0f32; k * k];
+            for i in 0..k {
+                x[i * k + i] = 1.0;
+            }
+            let values = q.dequantize();
+            let panels = Panels::pack_codes(&q).unwrap();
+            let mut read = vec![0.0; k];
+            for r in 0..n {
+                panels.row(r, &mut read);
+                assert_bits(&read, &values[r * k..][..k], "row");
+            }
+            for isa in Isa::supported() {
+                let out = run(&q, isa, &x, k);
+                for i in 0..k {
+                    let one = run(&q, isa, &x[i * k..(i + 1) * k], 1);
+                    for r in 0..n {
+                        // A sum that starts at +0 does not keep the sign of a zero.
+                        let want = values[r * k + i] + 0.0;
+                        assert_eq!(out[i * n + r].to_bits(), want.to_bits(), "{args:?} {isa:?} code {i} scale {r}");
+                        assert_eq!(one[r].to_bits(), want.to_bits(), "{args:?} {isa:?} code {i} scale {r}, one token");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_of_float_codes_say_what_they_do_and_refuse_the_others() {
+    let w = numbers(4 * 32, 1);
+    let matrix = |args| QuantizedMatrix::quantize(&w, 4, 32, args).unwrap();
+    let fp8 = matrix(QuantArgs::fp8(Granularity::PerChannel, FloatType::F32));
+    let (nvfp4, int4) =
+        (matrix(QuantArgs::nvfp4()), matrix(args(4, Granularity::PerChannel, Mapping::Symmetric, FloatType::F32)));
+    let described = |q| Linear::new(q).unwrap().describe();
+    assert!(described(&fp8).starts_with("fp8 e4m3 weights widened to f32 in registers, f32 activations: "));
+    assert!(described(&nvfp4).starts_with("fp4 e2m1 weights looked up as f32 in a register, f32 activations: "));
+    assert!(described(&int4).starts_with("int4 weights, f32 activations: "));
+    assert!(Fp8Linear::new(&nvfp4).is_err() && Fp4Linear::new(&fp8).is_err() && Int4Linear::new(&nvfp4).is_err());
+    assert!(Int8Linear::new(&fp8).is_err());
+    for dtype in [FloatType::F8E4M3, FloatType::F8E8M0] {
+        let e = FloatLinear::new(&w, 4, 32, dtype).unwrap_err();
+        assert!(matches!(e, QuantError::Setting { field: "dtype", .. }), "{e}");
+    }
+    let mut nan = fp8.clone();
+    nan.codes[3] = 0x7f;
+    assert!(matches!(Fp8Linear::new(&nan).unwrap_err(), QuantError::BadCode { index: 3, code: 0x7f }));
 }
 
 #[test]

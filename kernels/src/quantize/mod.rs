@@ -154,7 +154,7 @@ fn matrix(n: usize, k: usize, args: QuantArgs, params: &[QParams], codes: Vec<i8
         Mapping::Symmetric => Vec::new(),
         Mapping::Asymmetric => params.iter().map(|p| p.zero as i8).collect(),
     };
-    QuantizedMatrix { args, n, k, codes, scales: params.iter().map(|p| p.scale).collect(), zeros }
+    QuantizedMatrix { args, n, k, codes, scales: params.iter().map(|p| p.scale).collect(), zeros, global_scale: None }
 }
 
 /// `None` when a value is not finite or the scale overflows.

@@ -46,6 +46,14 @@ pub(crate) trait Simd: Copy {
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V;
     /// 16 readable bytes: sixteen i8.
     unsafe fn int8(p: *const u8) -> Self::V;
+    /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is the FP4 E2M1 code in nibble `j` of word `i`.
+    unsafe fn e2m1(p: *const u8, j: i32) -> Self::V;
+    /// 16 readable bytes: sixteen FP8 E4M3 codes. A NaN code gives 480 or -480: the callers have none.
+    unsafe fn e4m3(p: *const u8) -> Self::V;
+    /// 16 readable bytes: sixteen FP8 E5M2 codes.
+    unsafe fn e5m2(p: *const u8) -> Self::V;
+    /// 16 readable bytes: sixteen E8M0 exponents, `2^(byte - 127)`; 255 gives infinity: the callers have none.
+    unsafe fn e8m0(p: *const u8) -> Self::V;
     /// 32 readable bytes: sixteen IEEE binary16.
     unsafe fn f16(p: *const u8) -> Self::V;
     /// 32 readable bytes: sixteen bfloat16.

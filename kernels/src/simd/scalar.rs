@@ -1,6 +1,7 @@
 //! The 16-lane vector in plain Rust.
 
 use super::{LANES, Simd};
+use dsq_quant::{MiniFloat, e8m0_decode};
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
@@ -70,6 +71,23 @@ impl Simd for Scalar {
     #[inline(always)]
     unsafe fn int8(p: *const u8) -> Self::V {
         unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn e2m1(p: *const u8, j: i32) -> Self::V {
+        let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
+        words.map(|w| MiniFloat::E2M1.decode((u32::from_le(w) >> (4 * j)) as u8))
+    }
+    #[inline(always)]
+    unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(|c| MiniFloat::E4M3.decode(c))
+    }
+    #[inline(always)]
+    unsafe fn e5m2(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(|c| MiniFloat::E5M2.decode(c))
+    }
+    #[inline(always)]
+    unsafe fn e8m0(p: *const u8) -> Self::V {
+        unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(e8m0_decode)
     }
     #[inline(always)]
     unsafe fn f16(p: *const u8) -> Self::V {

@@ -91,6 +91,50 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn e2m1(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // A table of the eight magnitudes in a register; the permutation reads the low three bits of each lane.
+            let table = _mm256_setr_ps(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0);
+            let half = |p: *const u8| {
+                let field = _mm256_srl_epi32(_mm256_loadu_si256(p.cast()), _mm_cvtsi32_si128(4 * j));
+                let sign = _mm256_slli_epi32(_mm256_and_si256(field, _mm256_set1_epi32(8)), 28);
+                _mm256_xor_ps(_mm256_permutevar8x32_ps(table, field), _mm256_castsi256_ps(sign))
+            };
+            [half(p), half(p.add(32))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe {
+            // As a binary16 with the same bits the value is 2^-8 of what it should be, subnormal codes included.
+            let half = |p: *const u8| {
+                let bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())), 7);
+                let half = _mm_and_si128(bits, _mm_set1_epi16(0xbfffu16 as i16));
+                _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
+            };
+            [half(p), half(p.add(8))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn e5m2(p: *const u8) -> Self::V {
+        unsafe {
+            // The upper byte of a binary16.
+            let half = |p: *const u8| _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())), 8));
+            [half(p), half(p.add(8))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn e8m0(p: *const u8) -> Self::V {
+        unsafe {
+            // The byte is the exponent of an f32; 0 stands for 2^-127, a subnormal number.
+            let half = |p: *const u8| {
+                let bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), 23);
+                _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(1 << 22)))
+            };
+            [half(p), half(p.add(8))]
+        }
+    }
+    #[inline(always)]
     unsafe fn f16(p: *const u8) -> Self::V {
         unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast()))] }
     }
@@ -179,6 +223,35 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn int8(p: *const u8) -> Self::V {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn e2m1(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // As `nibble`: a table of all sixteen values in a register.
+            let table = _mm512_setr_ps(0., 0.5, 1., 1.5, 2., 3., 4., 6., -0., -0.5, -1., -1.5, -2., -3., -4., -6.);
+            let words = _mm512_loadu_si512(p.cast());
+            _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
+        }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe {
+            // See the AVX2 path.
+            let bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())), 7);
+            let half = _mm256_and_si256(bits, _mm256_set1_epi16(0xbfffu16 as i16));
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+        }
+    }
+    #[inline(always)]
+    unsafe fn e5m2(p: *const u8) -> Self::V {
+        unsafe { _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())), 8)) }
+    }
+    #[inline(always)]
+    unsafe fn e8m0(p: *const u8) -> Self::V {
+        unsafe {
+            let bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())), 23);
+            _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(1 << 22)))
+        }
     }
     #[inline(always)]
     unsafe fn f16(p: *const u8) -> Self::V {

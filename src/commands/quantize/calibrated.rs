@@ -68,7 +68,7 @@ impl Text {
     }
 }
 
-fn name(method: Method) -> &'static str {
+pub(super) fn name(method: Method) -> &'static str {
     match method {
         Method::Rtn => "rtn",
         Method::Gptq => "gptq",

@@ -114,6 +114,21 @@ impl ModelConfig {
         }
     }
 
+    /// Modules whose outputs a server computes as one matrix, `module` among them: they must share what is one value for a
+    /// matrix, as the global scale of NVFP4. q, k and v; gate and up; any other module alone.
+    pub fn fused_with(&self, module: &str) -> Vec<String> {
+        const FUSED: [&[&str]; 2] =
+            [&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], &["mlp.gate_proj", "mlp.up_proj"]];
+        if matches!(self, Self::Llama(_)) {
+            for parts in FUSED {
+                if let Some(layer) = parts.iter().find_map(|p| module.strip_suffix(p)) {
+                    return parts.iter().map(|p| format!("{layer}{p}")).collect();
+                }
+            }
+        }
+        vec![module.to_owned()]
+    }
+
     /// Modules that stay in float unless asked for: `lm_head`, and nothing in a CNN.
     pub fn default_ignore(&self) -> Vec<String> {
         match self {

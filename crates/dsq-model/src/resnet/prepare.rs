@@ -146,7 +146,8 @@ impl ResNet {
     /// Prepares for calibration and QAT: every layer that `ignore` does not name gets the scheme, observers start empty.
     ///
     /// # Errors
-    /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction.
+    /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction; [`QuantError::Setting`] for
+    /// float-coded weights, which convolutions do not have.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
         let mut site = |name: String, args: QuantArgs| {
@@ -162,6 +163,11 @@ impl ResNet {
             let mut plan = LayerPlan::default();
             let scheme = settings.config.scheme_for(&layer.module).copied();
             if let Some(scheme) = scheme {
+                if scheme.weights.qtype.float().is_some() {
+                    let expected = "integer weights for an image model".into();
+                    let got = scheme.weights.qtype.name().into();
+                    return Err(QuantError::Setting { field: "scheme", expected, got });
+                }
                 scheme.weights.scale_shape(layer.shape[0], layer.shape[1..].iter().product())?;
                 // The tensor that `downsample` reads is the block's input, as for `conv1`.
                 let input = layer.module.replace(".downsample", ".conv1");

@@ -137,8 +137,8 @@ const WALKS: usize = 6;
 /// threads gives the same bits.
 ///
 /// # Errors
-/// [`TrainError::Model`] for another architecture or tensors that cannot be read; [`TrainError::Activations`] (exit code
-/// 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
+/// [`TrainError::Setting`] for float-coded weights, [`TrainError::Model`] for another architecture or tensors that cannot be
+/// read; [`TrainError::Activations`] (exit code 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
 pub fn quantize_llama(
     checkpoint: &Checkpoint,
     settings: PtqSettings,
@@ -149,6 +149,7 @@ pub fn quantize_llama(
         ModelConfig::Llama(c) => c,
         other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }.into()),
     };
+    check_integers(settings.config)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
     for i in 0..model.num_hidden_layers {
         run.progress.layer = i;
@@ -165,6 +166,19 @@ pub fn quantize_llama(
         run.end_to_end(calibration)?;
     }
     Ok(run.outcome)
+}
+
+/// GPTQ and AWQ choose among evenly spaced values.
+fn check_integers(config: &QuantConfig) -> Result<(), TrainError> {
+    let schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
+    match schemes.map(|s| s.weights.qtype).find(|q| q.float().is_some()) {
+        None => Ok(()),
+        Some(q) => Err(TrainError::Setting {
+            field: "scheme".into(),
+            expected: "integer codes for GPTQ and AWQ".into(),
+            got: q.name().into(),
+        }),
+    }
 }
 
 /// A float device without gradients.

@@ -107,7 +107,7 @@ fn exact_errors(w: &[f32], q: &QuantizedMatrix, h: &Hessian) -> Vec<f64> {
 
 fn every_scheme() -> Vec<QuantArgs> {
     let mut out = Vec::new();
-    for qtype in QuantType::ALL {
+    for qtype in QuantType::INTS {
         for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
             for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)] {
                 for scale_dtype in FloatType::ALL {
