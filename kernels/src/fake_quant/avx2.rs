@@ -24,17 +24,16 @@ pub(crate) unsafe fn range(x: &[f32]) -> Range {
         hi = _mm256_max_ps(v, hi);
         bad = _mm256_or_ps(bad, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
     }
-    let (mut los, mut his) = ([0.0f32; LANES], [0.0f32; LANES]);
-    // SAFETY: both arrays hold 8 values.
-    unsafe {
-        _mm256_storeu_ps(los.as_mut_ptr(), lo);
-        _mm256_storeu_ps(his.as_mut_ptr(), hi);
-    }
-    let nan = _mm256_movemask_ps(bad) != 0;
-    let rest = scalar::range(tail);
-    let lo = los.iter().fold(rest.lo, |a, &b| a.min(b));
-    let hi = his.iter().fold(rest.hi, |a, &b| a.max(b));
-    Range { lo, hi, finite: rest.finite && !nan && lo.is_finite() && hi.is_finite() }
+    // Neither holds a NaN, so the order of the last steps is free.
+    let pair = |v: __m256| (_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+    let ((lo_a, lo_b), (hi_a, hi_b)) = (pair(lo), pair(hi));
+    let (lo, hi) = (_mm_min_ps(lo_a, lo_b), _mm_max_ps(hi_a, hi_b));
+    let (lo, hi) = (_mm_min_ps(lo, _mm_movehl_ps(lo, lo)), _mm_max_ps(hi, _mm_movehl_ps(hi, hi)));
+    let lo = _mm_cvtss_f32(_mm_min_ss(lo, _mm_movehdup_ps(lo)));
+    let hi = _mm_cvtss_f32(_mm_max_ss(hi, _mm_movehdup_ps(hi)));
+    let finite = _mm256_movemask_ps(bad) == 0 && lo.is_finite() && hi.is_finite();
+    let whole = Range { lo, hi, finite };
+    if tail.is_empty() { whole } else { super::join(whole, scalar::range(tail)) }
 }
 
 /// # Safety
