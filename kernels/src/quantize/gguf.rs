@@ -39,6 +39,8 @@ pub fn fake_quantize_blocks(grid: GgufGrid, x: &[f32], out: &mut [f32], inside: 
 mod tests {
     use super::*;
 
+    type Walk<'a> = &'a dyn Fn(&mut [f32], &mut [u8]) -> Result<(), QuantError>;
+
     #[test]
     fn blocks_on_all_threads_are_the_blocks_one_after_the_other() {
         let mut s = 1u32;
@@ -55,7 +57,7 @@ mod tests {
             for grid in GgufGrid::ALL {
                 for x in [&x, &large] {
                     assert_eq!(quantize_blocks(grid, x), grid.quantize(x), "{grid:?} {len}");
-                    let run = |f: &dyn Fn(&mut [f32], &mut [u8]) -> Result<(), QuantError>| {
+                    let run = |f: Walk| {
                         let (mut out, mut inside) = (vec![7.0; len], vec![9; len]);
                         let done = f(&mut out, &mut inside);
                         (done, out.iter().map(|v| v.to_bits()).collect::<Vec<_>>(), inside)
