@@ -280,7 +280,7 @@ def float_codes(ctx, folder, name):
     weight, rounded = decompressed_weights(out, as_stored=True), 0
     for layer, value in values.items():
         got = weight(layer)
-        # compressed-tensors decompresses FP4, and FP8 with bf16 scales, into bf16: its own last rounding.
+        # compressed-tensors decompresses FP4 into bf16: its own last rounding.
         rounded += got.dtype != torch.float32
         expect(torch.equal(got, value.to(got.dtype)), f"{layer}: dequantized values differ")
     return (f"{len(values)} layers, {sum(v.numel() for v in values.values())} weights: every stored byte equal, values equal"
@@ -288,7 +288,7 @@ def float_codes(ctx, folder, name):
 
 
 def float_coded_logits(ctx, folder, name):
-    """The model that transformers loads, with the f32 values of its codes in place of what it rounds to bf16."""
+    """transformers' float model with the f32 values of the codes as weights: what it would run without its rounding to bf16."""
     out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", FLOAT_EXPORTS[name])
     model = reference_model(folder)
     for layer, value in float_values(out, read_folder(folder)).items():

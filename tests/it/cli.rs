@@ -324,7 +324,7 @@ fn json_is_one_object_on_stdout_for_every_command() {
     assert!(object(dir, &["tokenize", "packed", "--text", "a"])["ids"].is_array());
     let seen = object(dir, &["doctor"]);
     command(&seen, "doctor");
-    assert!(rows(&seen) == 3 && seen["rows"][0]["kernel"].is_string(), "{seen}");
+    assert!(rows(&seen) == 6 && seen["rows"][0]["kernel"].is_string(), "{seen}");
     let seen = object(dir, &["train", "micro.toml", "--check"]);
     command(&seen, "train");
     assert!(!dir.join("runs").exists(), "a check makes nothing");
