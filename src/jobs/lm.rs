@@ -12,11 +12,15 @@ use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
 use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix, WeightObserver};
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
+use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, Tuning, quantize_llama};
 use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, qat, train_lm};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// Tokens of the training text that calibrate the rows `gptq` and `awq`.
+const CALIBRATION_TOKENS: usize = 16_384;
 
 /// Everything that is known before training.
 pub struct Plan {
@@ -208,11 +212,13 @@ fn evaluate(
             rounded.push((format!("rtn_mse{suffix}"), qat::round_to_nearest(model.clone(), &plan.quant)?));
         }
     }
+    let calibrated = calibrated(plan, outcome, run)?;
     let runtime = LlamaRuntime::load(&Checkpoint::open(&run.join(place::EXPORTED))?, start.global.threads())?;
     let mut cache = runtime.new_cache(job.eval_context)?;
     let mut candidates = vec![graph("float", 32.0, &outcome.float)];
     let of = |equal: bool| rounded.iter().filter(move |(name, _)| name.ends_with("_equal_tokens") == equal);
     candidates.extend(of(false).map(|(name, model)| graph(name, proof.bits_per_weight, model)));
+    candidates.extend(calibrated.iter().map(|(name, model)| graph(name, proof.bits_per_weight, model)));
     candidates.push(graph("qat", proof.bits_per_weight, &outcome.qat));
     if let Some(model) = &outcome.float_equal_tokens {
         candidates.push(graph("float_equal_tokens", 32.0, model));
@@ -259,6 +265,32 @@ fn evaluate(
         );
     }
     Ok(report)
+}
+
+/// What post-training quantization with calibration on the training text gives of the float model: GPTQ with ranges of least
+/// squared error, AWQ with whole ranges, which suit each best.
+fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'static str, Llama)>, CliError> {
+    if plan.quant.scheme.weights.qtype.float().is_some() {
+        // Neither method chooses float codes.
+        return Ok(Vec::new());
+    }
+    let float = Checkpoint::open(&run.join(place::FLOAT))?;
+    let context = plan.train.float.seq_len;
+    let count = CALIBRATION_TOKENS.clamp(context, plan.train_tokens.len().max(context));
+    let calibration = Calibration::new(&plan.train_tokens, count, context, plan.config.vocab_size)?;
+    let methods = [("gptq", PtqMethod::Gptq, WeightObserver::Mse), ("awq", PtqMethod::Awq, WeightObserver::MinMax)];
+    methods
+        .into_iter()
+        .map(|(name, method, observer)| {
+            let mut config = plan.quant.clone();
+            config.scheme.weights.observer = observer;
+            let settings =
+                PtqSettings { config: &config, method, float_dtype: Some(FloatType::F32), tuning: Tuning::default() };
+            let found = quantize_llama(&float, settings, &calibration, &mut |_| ())?;
+            let model = found.model(&outcome.float).map_err(dsq_train::TrainError::from)?;
+            Ok((name, model))
+        })
+        .collect()
 }
 
 /// A model evaluated in the training graph.

@@ -331,7 +331,7 @@ fn json_is_one_object_on_stdout_for_every_command() {
     let seen = object(dir, &["train", "micro.toml", "--out", "run"]);
     command(&seen, "train");
     let names: Vec<&str> = seen["rows"].as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["float", "rtn", "qat", "exported"]);
+    assert_eq!(names, ["float", "rtn", "gptq", "awq", "qat", "exported"]);
 }
 
 #[test]

@@ -17,6 +17,9 @@ pub struct Linear {
     pub weight: Param<Tensor<2>>,
     /// Learned scales and zero points, where fake quantization uses such.
     grid: Option<LearnedGrid>,
+    /// Whether `weight` holds fixed codes (less their zero points) and only their scales are trained.
+    #[module(skip)]
+    codes: bool,
     #[module(skip)]
     quant: Option<QuantArgs>,
 }
@@ -25,7 +28,7 @@ impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        Self { weight, grid: None, quant: None }
+        Self { weight, grid: None, codes: false, quant: None }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -49,6 +52,7 @@ impl Linear {
     pub fn set_quant(&mut self, quant: Option<QuantArgs>) {
         self.quant = quant;
         self.grid = None;
+        self.codes = false;
     }
 
     /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
@@ -59,8 +63,9 @@ impl Linear {
     pub fn learn_grid(&mut self) -> Result<(), QuantError> {
         if let Some(args) = self.quant {
             let [n, k] = self.weight.dims();
-            let params =
-                QuantizedMatrix::qparams_of(&self.values(), n, k, QuantArgs { observer: WeightObserver::Mse, ..args })?;
+            args.learned_shape(n, k)?;
+            let init = QuantArgs { observer: WeightObserver::Mse, ..args };
+            let params = dsq_kernels::quantize::qparams_of(&self.values(), n, k, init)?;
             self.grid = Some(LearnedGrid::new(&params, args.mapping, &self.weight.val().device()));
         }
         Ok(())
@@ -76,13 +81,31 @@ impl Linear {
         self.grid = Some(grid);
     }
 
+    /// Puts the codes of a matrix in the place of the weight, for good: from here on only their scales are trained. The
+    /// weight must not be read as one any more.
+    pub fn freeze_codes(&mut self, matrix: &QuantizedMatrix) {
+        let device = self.weight.val().device();
+        let per = matrix.codes.len().checked_div(matrix.scales.len()).unwrap_or(1).max(1);
+        let params: Vec<_> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
+        let code = |(i, &q): (usize, &i8)| (i32::from(q) - params[i / per].zero) as f32;
+        self.set_values(matrix.codes.iter().enumerate().map(code).collect());
+        self.weight = self.weight.clone().no_grad();
+        self.set_quant(Some(matrix.args));
+        self.grid = Some(LearnedGrid::new(&params, matrix.args.mapping, &device));
+        self.codes = true;
+    }
+
     /// What ships: the codes, scales and zero points of the forward pass; `None` without fake quantization.
     ///
     /// # Errors
     /// As [`QuantizedMatrix::quantize`] and [`QuantizedMatrix::quantize_with`].
     pub fn quantized(&self) -> Result<Option<QuantizedMatrix>, QuantError> {
         let Some(args) = self.quant else { return Ok(None) };
-        let ([n, k], values) = (self.weight.dims(), self.values());
+        let ([n, k], mut values) = (self.weight.dims(), self.values());
+        if let (true, Some(grid)) = (self.codes, &self.grid) {
+            // A code is the nearest one to its own value: the quotient is off by far less than a half.
+            grid.dequantize(&mut values, &args);
+        }
         match &self.grid {
             None => dsq_kernels::quantize::quantize(&values, n, k, args),
             Some(grid) => dsq_kernels::quantize::quantize_with(&values, n, k, args, &grid.qparams(&args)),
@@ -93,6 +116,7 @@ impl Linear {
     /// The weight that the forward pass multiplies with: on the grid when fake quantization is on.
     pub fn effective_weight(&self) -> Tensor<2> {
         match (&self.quant, &self.grid) {
+            (Some(args), Some(grid)) if self.codes => grid.scaled_codes(self.weight.val(), args),
             (Some(args), Some(grid)) => grid.fake_quant(self.weight.val(), args),
             (Some(args), None) => fake_quant_weight(self.weight.val(), args),
             (None, _) => self.weight.val(),

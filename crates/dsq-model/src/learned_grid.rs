@@ -44,6 +44,14 @@ impl LearnedGrid {
         scale.iter().enumerate().map(|(i, &s)| args.learned_qparams(s, zero(i))).collect()
     }
 
+    /// The values of fixed codes (`code - zero`), in place.
+    pub(crate) fn dequantize(&self, codes: &mut [f32], args: &QuantArgs) {
+        let scales = host(self.scale.val());
+        let mut out = vec![0.0; codes.len()];
+        kernel::scaled_codes(codes, args, &scales, &mut out).expect("as many scales as the codes were made with");
+        codes.copy_from_slice(&out);
+    }
+
     /// `x` on the grid, with gradients for `x`, the scales and the zero points. Those of the last two are divided by
     /// `sqrt(values in a group * largest code)`, as LSQ does, so that they have the size of a weight's.
     ///
@@ -55,6 +63,42 @@ impl LearnedGrid {
             None => apply2(op, x, self.scale.val()),
             Some(zero) => apply3(op, x, self.scale.val(), zero.val()),
         }
+    }
+}
+
+impl LearnedGrid {
+    /// The values of fixed codes (`code - zero`), with a gradient for the scales alone, divided as that of
+    /// [`LearnedGrid::fake_quant`].
+    ///
+    /// # Panics
+    /// As [`LearnedGrid::fake_quant`].
+    pub fn scaled_codes<const D: usize>(&self, codes: Tensor<D>, args: &QuantArgs) -> Tensor<D> {
+        apply2(Arc::new(Scaled(*args)), codes, self.scale.val())
+    }
+}
+
+/// What a gradient of scales is multiplied with.
+fn gradient_scale(values: usize, scales: usize, args: &QuantArgs) -> f32 {
+    let per = values.checked_div(scales).unwrap_or(1).max(1);
+    1.0 / (per as f32 * args.qtype.qmax() as f32).sqrt()
+}
+
+/// Fixed codes on learned scales: inputs are the codes and the scales.
+#[derive(Debug)]
+struct Scaled(QuantArgs);
+
+impl SliceOp for Scaled {
+    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
+        let mut out = vec![0.0; x[0].data.len()];
+        kernel::scaled_codes(x[0].data, &self.0, x[1].data, &mut out).expect("the shape was checked with check_shape");
+        (out, x[0].shape.to_vec())
+    }
+
+    fn backward(&self, x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
+        let d =
+            kernel::scaled_codes_gradient(x[0].data, g, x[1].data).expect("the gradient has the shape of the output");
+        let by = gradient_scale(x[0].data.len(), x[1].data.len(), &self.0);
+        vec![None, Some(d.into_iter().map(|v| v * by).collect())]
     }
 }
 
@@ -77,8 +121,7 @@ impl SliceOp for Learned {
     fn backward(&self, x: &[Slice], g: &[f32], wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
         let d = kernel::fake_quant_learned_gradient(x[0].data, g, &self.0, x[1].data, zeros(x))
             .expect("the gradient has the shape of the output");
-        let per = x[0].data.len().checked_div(x[1].data.len()).unwrap_or(1).max(1);
-        let by = 1.0 / (per as f32 * self.0.qtype.qmax() as f32).sqrt();
+        let by = gradient_scale(x[0].data.len(), x[1].data.len(), &self.0);
         let scaled = |v: Vec<f32>| v.into_iter().map(|v| v * by).collect();
         let mut out = vec![wanted[0].then_some(d.w), Some(scaled(d.scale))];
         if x.len() == 3 {
@@ -103,7 +146,7 @@ mod tests {
     fn the_fused_form_equals_tensor_operations_forward_and_backward() {
         let device = Device::flex().autodiff();
         let (n, k) = (12, 64);
-        for qtype in QuantType::ALL {
+        for qtype in QuantType::INTS {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
                     let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, FloatType::F32) };

@@ -102,19 +102,11 @@ fn gptq_is_truly_sequential() {
 
 /// Logits of the model with what `outcome` changed.
 fn logits(ckpt: &Checkpoint, outcome: Option<&PtqOutcome>, norms: bool) -> Vec<f32> {
-    let (model, device) = (model_of(ckpt), Device::flex());
-    let mut tensors = Llama::from_checkpoint(ckpt, &device).unwrap().named_tensors();
-    for (name, _, data) in &mut tensors {
-        let Some(o) = outcome else { continue };
-        if let Some(l) = o.linears.iter().find(|l| format!("{}.weight", l.module) == *name) {
-            *data = l.matrix.dequantize();
-        }
-        if let Some(n) = o.norms.iter().find(|n| norms && n.name == *name) {
-            *data = n.values.clone();
-        }
+    let mut llama = Llama::from_checkpoint(ckpt, &Device::flex()).unwrap();
+    if let Some(o) = outcome {
+        let without = PtqOutcome { norms: Vec::new(), ..o.clone() };
+        llama = if norms { o } else { &without }.model(&llama).unwrap();
     }
-    let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
-    let llama = Llama::from_tensors(&model, &device, find).unwrap();
     host(llama.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2))
 }
 

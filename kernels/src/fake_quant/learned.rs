@@ -101,6 +101,48 @@ pub fn fake_quant_learned_gradient(
     Ok(LearnedGradients { w: dw, scale, zero })
 }
 
+/// Writes the values of fixed codes (`code - zero`, exact in f32) on the grids of the learned `scales`: `code * stored scale`.
+///
+/// # Errors
+/// [`QuantError::Length`] when the scales do not divide the codes into equal groups, or another length is wrong.
+pub fn scaled_codes(codes: &[f32], args: &QuantArgs, scales: &[f32], out: &mut [f32]) -> Result<(), QuantError> {
+    check_len("output", codes.len(), out.len())?;
+    let per = runs_of(codes.len(), scales)?;
+    out.par_chunks_mut(per).zip(codes.par_chunks(per)).zip(scales).with_min_len((TASK / per).max(1)).for_each(
+        |((out, codes), &scale)| {
+            let scale = args.learned_qparams(scale, 0.0).scale;
+            out.iter_mut().zip(codes).for_each(|(o, c)| *o = c * scale);
+        },
+    );
+    Ok(())
+}
+
+/// The gradient of [`scaled_codes`] for the scales, from that of its output: the sum of `g * code` over the group.
+///
+/// # Errors
+/// As [`scaled_codes`].
+pub fn scaled_codes_gradient(codes: &[f32], g: &[f32], scales: &[f32]) -> Result<Vec<f32>, QuantError> {
+    check_len("gradient", codes.len(), g.len())?;
+    let per = runs_of(codes.len(), scales)?;
+    let dot = |(codes, g): (&[f32], &[f32])| {
+        let run = |(c, g): (&[f32], &[f32])| {
+            let mut lanes = [0.0f32; LANES];
+            for (c, g) in c.chunks(LANES).zip(g.chunks(LANES)) {
+                lanes.iter_mut().zip(c.iter().zip(g)).for_each(|(l, (c, g))| *l += c * g);
+            }
+            lanes.iter().map(|&l| f64::from(l)).sum::<f64>()
+        };
+        codes.chunks(RUN).zip(g.chunks(RUN)).map(run).sum::<f64>() as f32
+    };
+    Ok(codes.par_chunks(per).zip(g.par_chunks(per)).with_min_len((TASK / per).max(1)).map(dot).collect())
+}
+
+fn runs_of(len: usize, scales: &[f32]) -> Result<usize, QuantError> {
+    let per = len.checked_div(scales.len()).unwrap_or(0);
+    check_len("values of the groups", per * scales.len(), len)?;
+    Ok(per.max(1))
+}
+
 fn total(parts: impl Iterator<Item = [f64; 2]>) -> [f32; 2] {
     parts.fold([0.0f64; 2], |a, b| [a[0] + b[0], a[1] + b[1]]).map(|v| v as f32)
 }
@@ -109,9 +151,7 @@ fn total(parts: impl Iterator<Item = [f64; 2]>) -> [f32; 2] {
 fn group_len(len: usize, args: &QuantArgs, scales: &[f32], zeros: &[f32]) -> Result<usize, QuantError> {
     let wanted = if args.mapping == Mapping::Asymmetric { scales.len() } else { 0 };
     check_len("zero points", wanted, zeros.len())?;
-    let per = len.checked_div(scales.len()).unwrap_or(0);
-    check_len("values of the groups", per * scales.len(), len)?;
-    Ok(per.max(1))
+    runs_of(len, scales)
 }
 
 fn values(w: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32]) {
@@ -229,6 +269,33 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn fixed_codes_take_the_values_of_the_shipped_matrix_and_give_scales_their_gradient() {
+        for (n, k, granularity) in
+            [(5, 96, Granularity::PerGroup(32)), (3, 7, Granularity::PerChannel), (2, 9000, Granularity::PerTensor)]
+        {
+            for args in all_args(&[granularity]) {
+                let q = QuantizedMatrix::quantize(&normal(n * k, 3), n, k, args).unwrap();
+                let per = n * k / q.scales.len();
+                let codes: Vec<f32> =
+                    q.codes.iter().enumerate().map(|(i, &c)| (i32::from(c) - q.qparams(i / per).zero) as f32).collect();
+                let mut out = vec![f32::NAN; n * k];
+                scaled_codes(&codes, &args, &q.scales, &mut out).unwrap();
+                assert_eq!(bits(&out), bits(&q.dequantize()), "{args:?}");
+                let g = normal(n * k, 4);
+                let got = scaled_codes_gradient(&codes, &g, &q.scales).unwrap();
+                for (i, d) in got.iter().enumerate() {
+                    let terms = || codes[i * per..][..per].iter().zip(&g[i * per..]).map(|(c, g)| f64::from(c * g));
+                    let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                    // As for the gradients of learned grids.
+                    assert!((f64::from(*d) - sum).abs() <= 258.0 * 2f64.powi(-24) * size + 1e-30, "{args:?}");
+                }
+            }
+        }
+        assert!(scaled_codes(&[0.0; 5], &all_args(&[Granularity::PerChannel])[0], &[1.0; 2], &mut [0.0; 5]).is_err());
+        assert!(scaled_codes_gradient(&[0.0; 4], &[0.0; 3], &[1.0; 2]).is_err());
     }
 
     #[test]

@@ -15,7 +15,9 @@ pub(crate) mod avx2;
 mod learned;
 mod scalar;
 
-pub use learned::{LearnedGradients, fake_quant_learned, fake_quant_learned_gradient};
+pub use learned::{
+    LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, scaled_codes, scaled_codes_gradient,
+};
 
 use dsq_quant::{Granularity, QParams, QuantArgs, QuantError};
 use rayon::prelude::*;

@@ -160,6 +160,9 @@ impl<'a> Trainer<'a> {
         let Some(snapshot) = run.latest()? else {
             let (model, optimizer) = new();
             qat::check(&model, quant)?;
+            if config.learned_scales.is_some() {
+                qat::check_learnable(&model, quant)?;
+            }
             run.truncate_log(0)?;
             let (float, qat, equal, teacher) = (None, None, None, None);
             let phase = Phase::Float;

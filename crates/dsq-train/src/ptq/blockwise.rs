@@ -31,7 +31,7 @@ pub struct Tuning {
     pub scale_rate: f64,
     /// Steps of end-to-end training after the last block, one batch of windows each; 0: none.
     pub steps: usize,
-    /// Learning rate of the weights in these steps; 0: only scales and zero points are trained.
+    /// Learning rate of the weights in these steps; 0: the codes stay as they are and only the scales are trained.
     pub end_weight_rate: f64,
     /// Learning rate of scales and zero points in these steps.
     pub end_scale_rate: f64,
@@ -271,10 +271,14 @@ impl Run<'_> {
                 continue;
             };
             let args = done.matrix.args;
-            let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
-            linear.set_values(latent);
-            linear.set_quant(Some(args));
-            linear.set_grid(LearnedGrid::new(&params, args.mapping, &tracking));
+            if tuning.end_weight_rate == 0.0 {
+                linear.freeze_codes(&done.matrix);
+            } else {
+                let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
+                linear.set_values(latent);
+                linear.set_quant(Some(args));
+                linear.set_grid(LearnedGrid::new(&params, args.mapping, &tracking));
+            }
             largest_code = f64::from(args.qtype.qmax());
         }
         let batches: Vec<Vec<i32>> = calibration.batches().collect();

@@ -25,7 +25,7 @@ use crate::TrainError;
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::{Embedding, RmsNorm};
-use dsq_model::{Layer, ModelError, Sequences};
+use dsq_model::{Layer, Llama, ModelError, Sequences};
 use dsq_quant::{FloatType, QuantArgs, QuantConfig, QuantizedMatrix};
 use std::sync::Arc;
 
@@ -114,6 +114,26 @@ pub struct PtqOutcome {
     pub blocks: Vec<BlockFit>,
     /// Mean divergence from the float model (nats a token) in the first and the last tenth of the end-to-end steps.
     pub end_to_end: Option<[f64; 2]>,
+}
+
+impl PtqOutcome {
+    /// The model that ships, in float: `float` with the values of the codes and the changed norms.
+    ///
+    /// # Errors
+    /// As [`Llama::from_tensors`].
+    pub fn model(&self, float: &Llama) -> Result<Llama, ModelError> {
+        let mut tensors = float.named_tensors();
+        for (name, _, data) in &mut tensors {
+            let module = name.strip_suffix(".weight").unwrap_or(name);
+            if let Some(l) = self.linears.iter().find(|l| l.module == module) {
+                *data = l.matrix.dequantize();
+            } else if let Some(n) = self.norms.iter().find(|n| n.name == *name) {
+                data.clone_from(&n.values);
+            }
+        }
+        let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+        Llama::from_tensors(float.config(), &device(), find)
+    }
 }
 
 /// What is quantized, and how.
