@@ -186,7 +186,7 @@ mod tests {
             let (n, k) = (3, 48);
             let w = normal(n * k, seed);
             let mapping = if asym { Mapping::Asymmetric } else { Mapping::Symmetric };
-            let a = QuantArgs { qtype: QuantType::ALL[qtype], ..args(GRANULARITIES[g], mapping) };
+            let a = QuantArgs { qtype: QuantType::INTS[qtype], ..args(GRANULARITIES[g], mapping) };
             let plain = QuantizedMatrix::quantize(&w, n, k, a).unwrap();
             prop_assert_eq!(&QuantizedMatrix::weighted_quantize(&w, n, k, a, &[1.0; 48]).unwrap(), &plain);
             // A power of two changes no ratio and rounds nothing.

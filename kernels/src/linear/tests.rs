@@ -18,7 +18,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
 }
 
 fn args(bits: usize, granularity: Granularity, mapping: Mapping, scale_dtype: FloatType) -> QuantArgs {
-    let qtype = QuantType::ALL.into_iter().find(|q| q.bits() == bits).unwrap();
+    let qtype = QuantType::INTS.into_iter().find(|q| q.bits() == bits).unwrap();
     QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, scale_dtype) }
 }
 

@@ -23,7 +23,7 @@ fn normal(n: usize, seed: u64) -> Vec<f32> {
 fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
     let mut out = Vec::new();
     for &granularity in granularities {
-        for qtype in QuantType::ALL {
+        for qtype in QuantType::INTS {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for scale_dtype in FloatType::ALL {
                     for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
