@@ -38,13 +38,12 @@ pub(super) struct CalibrationArgs {
     /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens.
     #[arg(long, value_name = "N", default_value_t = Tuning::default().steps)]
     steps: usize,
-    #[arg(long, hide = true, default_value_t = Tuning::default().weight_rate)]
-    weight_rate: f64,
-    #[arg(long, hide = true, default_value_t = Tuning::default().scale_rate)]
-    scale_rate: f64,
-    #[arg(long, hide = true, default_value_t = Tuning::default().end_weight_rate)]
+    /// Learning rate of the weights in --steps, as a share of their root mean square; 0 fixes the codes and trains the scales
+    /// alone.
+    #[arg(long, value_name = "RATE", default_value_t = Tuning::default().end_weight_rate)]
     end_weight_rate: f64,
-    #[arg(long, hide = true, default_value_t = Tuning::default().end_scale_rate)]
+    /// Learning rate of the scales in --steps, as a share of their root mean square.
+    #[arg(long, value_name = "RATE", default_value_t = Tuning::default().end_scale_rate)]
     end_scale_rate: f64,
 }
 
@@ -85,6 +84,11 @@ impl CalibrationArgs {
     pub(super) fn check(&self, method: Method) -> Result<(), CliError> {
         let method_name = name(method);
         match (method, &self.calib) {
+            _ if [self.end_weight_rate, self.end_scale_rate].iter().any(|r| !(0.0..=0.1).contains(r)) => {
+                let (weights, scales) = (self.end_weight_rate, self.end_scale_rate);
+                let problem = format!("expected learning rates from 0 to 0.1, got {weights} and {scales}");
+                Err(CliError::usage(format!("--end-weight-rate, --end-scale-rate: {problem}")))
+            }
             (Method::Rtn, _) => {
                 let given = [
                     ("--calib", self.calib.is_some()),
@@ -172,6 +176,8 @@ impl Trained {
         json!({
             "epochs": self.tuning.epochs,
             "steps": self.tuning.steps,
+            "end_weight_rate": self.tuning.end_weight_rate,
+            "end_scale_rate": self.tuning.end_scale_rate,
             "seed": self.tuning.seed,
             "blocks": blocks,
             "divergence_first": self.end_to_end.map(|d| d[0]),
@@ -220,12 +226,10 @@ pub(super) fn quantize(
     let c = &args.calibration;
     let tuning = Tuning {
         epochs: c.epochs,
-        weight_rate: c.weight_rate,
-        scale_rate: c.scale_rate,
         steps: c.steps,
         end_weight_rate: c.end_weight_rate,
         end_scale_rate: c.end_scale_rate,
-        seed: 0,
+        ..Tuning::default()
     };
     let float_dtype = args.dtype.or(default_dtype(ckpt));
     let layers = match ckpt.config() {

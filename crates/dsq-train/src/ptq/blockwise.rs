@@ -46,8 +46,8 @@ impl Default for Tuning {
             weight_rate: 2e-3,
             scale_rate: 1e-3,
             steps: 0,
-            end_weight_rate: 1e-3,
-            end_scale_rate: 5e-4,
+            end_weight_rate: 0.0,
+            end_scale_rate: 1e-3,
             seed: 0,
         }
     }
