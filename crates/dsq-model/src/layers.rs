@@ -81,17 +81,21 @@ impl Linear {
         self.grid = Some(grid);
     }
 
+    /// Trains `weight` (as the layer's, `[n, k]`) and a grid that starts at the one of `matrix`.
+    pub fn learn_from(&mut self, weight: Vec<f32>, matrix: &QuantizedMatrix) {
+        self.set_values(weight);
+        self.set_quant(Some(matrix.args));
+        let params: Vec<_> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
+        self.grid = Some(LearnedGrid::new(&params, matrix.args.mapping, &self.weight.val().device()));
+    }
+
     /// Puts the codes of a matrix in the place of the weight, for good: from here on only their scales are trained. The
     /// weight must not be read as one any more.
     pub fn freeze_codes(&mut self, matrix: &QuantizedMatrix) {
-        let device = self.weight.val().device();
         let per = matrix.codes.len().checked_div(matrix.scales.len()).unwrap_or(1).max(1);
-        let params: Vec<_> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
-        let code = |(i, &q): (usize, &i8)| (i32::from(q) - params[i / per].zero) as f32;
-        self.set_values(matrix.codes.iter().enumerate().map(code).collect());
+        let code = |(i, &q): (usize, &i8)| (i32::from(q) - matrix.qparams(i / per).zero) as f32;
+        self.learn_from(matrix.codes.iter().enumerate().map(code).collect(), matrix);
         self.weight = self.weight.clone().no_grad();
-        self.set_quant(Some(matrix.args));
-        self.grid = Some(LearnedGrid::new(&params, matrix.args.mapping, &device));
         self.codes = true;
     }
 

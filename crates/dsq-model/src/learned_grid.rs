@@ -64,9 +64,7 @@ impl LearnedGrid {
             Some(zero) => apply3(op, x, self.scale.val(), zero.val()),
         }
     }
-}
 
-impl LearnedGrid {
     /// The values of fixed codes (`code - zero`), with a gradient for the scales alone, divided as that of
     /// [`LearnedGrid::fake_quant`].
     ///

@@ -10,7 +10,9 @@ mod lm;
 mod progress;
 pub mod ptq;
 pub mod qat;
+mod random;
 mod run_dir;
+mod schedule;
 
 pub use adamw::{AdamW, NamedGradients, ParamGroup};
 pub use cnn::{CnnTrainConfig, run_cnn};

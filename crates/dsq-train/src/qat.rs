@@ -3,7 +3,9 @@
 //! for bit. Not the training loop (see `lm`).
 
 use crate::TrainError;
+use crate::adamw::ParamGroup;
 use dsq_model::Llama;
+use dsq_model::layers::Linear;
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
@@ -45,6 +47,44 @@ pub fn learn_grids(mut model: Llama) -> Result<Llama, TrainError> {
         layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?;
     }
     Ok(model)
+}
+
+/// Ends of the parameter paths of learned grids.
+pub(crate) const GRID_SCALE: &str = "grid.scale";
+pub(crate) const GRID_ZERO: &str = "grid.zero";
+
+/// How fast learned grids move, by the paths of their parameters.
+pub(crate) struct GridRates {
+    rate: f64,
+    /// Layer names and their largest codes.
+    codes: Vec<(String, f64)>,
+}
+
+impl GridRates {
+    /// `rate` of the optimizer's own, for the grids of `linears`.
+    pub(crate) fn new<'a>(rate: f64, linears: impl IntoIterator<Item = (String, &'a Linear)>) -> Self {
+        let code = |(name, l): (String, &Linear)| Some((name, f64::from(l.quant()?.qtype.qmax())));
+        Self { rate, codes: linears.into_iter().filter_map(code).collect() }
+    }
+
+    /// Scales move by a share of their root mean square, zero points by that share of the largest code, which moves the
+    /// largest value as far. `None` for another parameter.
+    pub(crate) fn group(&self, path: &str, values: &[f32]) -> Option<ParamGroup> {
+        let rate = if path.ends_with(GRID_SCALE) {
+            self.rate * rms(values)
+        } else {
+            let layer = path.strip_suffix(GRID_ZERO)?.trim_end_matches('.');
+            // The path within a module is the end of the name within the model.
+            let code = self.codes.iter().find(|(name, _)| name.ends_with(layer));
+            self.rate * code.map_or(1.0, |(_, c)| *c)
+        };
+        Some(ParamGroup { rate, decay: 0.0 })
+    }
+}
+
+/// Root mean square; 0 of nothing.
+pub(crate) fn rms(values: &[f32]) -> f64 {
+    (values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / values.len().max(1) as f64).sqrt()
 }
 
 /// Switches fake quantization off: the float model of the same weights.

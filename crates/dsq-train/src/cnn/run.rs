@@ -2,9 +2,10 @@
 //! Saves after `save_every` steps and between phases; a resumed run goes on with the same bits.
 
 use super::data::{batch_indices, gather, images, one_hot, statistics, stream};
-use super::sgd::{Sgd, clip, learning_rate};
+use super::sgd::{Sgd, clip};
 use super::{CnnExport, CnnPhase, CnnProgress, CnnResults, CnnRow, CnnTrainConfig, top1_percent};
 use crate::idx::Pictures;
+use crate::schedule::learning_rate;
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError};
 use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;

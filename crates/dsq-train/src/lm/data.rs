@@ -1,10 +1,8 @@
 //! Training windows of a token text. The order is a function of seed, stream and sample number alone: a resumed run
 //! needs nothing but its step, and no other use of random numbers can disturb it.
 
-use rand_chacha::{
-    ChaCha8Rng,
-    rand_core::{RngCore, SeedableRng},
-};
+use crate::random::{below, permutation};
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 
 /// Windows of one length, shuffled anew in each pass over the text.
 #[derive(Debug)]
@@ -21,7 +19,7 @@ struct Epoch {
     number: u64,
     /// Where the first window starts: moves in each pass, so that windows differ between passes.
     offset: usize,
-    order: Vec<u32>,
+    order: Vec<usize>,
 }
 
 impl<'a> Windows<'a> {
@@ -41,10 +39,7 @@ impl<'a> Windows<'a> {
             // Streams of initial weights are small numbers; these lie far above.
             rng.set_stream((self.stream + 1) << 32 | number);
             let offset = below(&mut rng, self.slack());
-            let mut order: Vec<u32> = (0..self.per_pass() as u32).collect();
-            for i in (1..order.len()).rev() {
-                order.swap(i, below(&mut rng, i + 1));
-            }
+            let order = permutation(&mut rng, self.per_pass() as usize);
             self.epoch = Some(Epoch { number, offset, order });
         }
         self.epoch.as_ref().expect("just set")
@@ -56,7 +51,7 @@ impl<'a> Windows<'a> {
         let (mut ids, mut labels) = (Vec::with_capacity(n * len), Vec::with_capacity(n * len));
         for sample in first..first + n as u64 {
             let epoch = self.epoch(sample / count);
-            let start = epoch.offset + epoch.order[(sample % count) as usize] as usize * len;
+            let start = epoch.offset + epoch.order[(sample % count) as usize] * len;
             let window = &self.tokens[start..=start + len];
             ids.extend(window[..len].iter().map(|&t| t as i32));
             labels.extend(window[1..].iter().map(|&t| t as i32));
@@ -72,10 +67,6 @@ impl<'a> Windows<'a> {
 }
 
 /// A number below `n` (at least 1), without bias worth naming: 64 random bits modulo `n`.
-fn below(rng: &mut ChaCha8Rng, n: usize) -> usize {
-    (rng.next_u64() % n as u64) as usize
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,6 +7,7 @@ mod data;
 pub use config::{Distill, LearnedScales, LmPhase, LmTrainConfig};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
+use crate::qat::{GRID_SCALE, GRID_ZERO, GridRates};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::tensor::Device;
 use data::Windows;
@@ -331,16 +332,10 @@ impl<'a> Trainer<'a> {
         self.phase_step += 1;
         let rate = phase.rate(self.phase_step);
         let scale_rate = self.config.learned_scales.as_ref().map_or(0.0, |s| s.rate) / phase.learning_rate;
-        let codes = self.quant.scheme.weights.qtype.qmax() as f64;
+        let grids = GridRates::new(scale_rate, self.model.linears());
         let group = |path: &str, rank: usize, values: &[f32]| {
-            if path.ends_with(GRID_SCALE) {
-                let square = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / values.len().max(1) as f64;
-                ParamGroup { rate: scale_rate * square.sqrt(), decay: 0.0 }
-            } else if path.ends_with(GRID_ZERO) {
-                ParamGroup { rate: scale_rate * codes, decay: 0.0 }
-            } else {
-                ParamGroup { rate: 1.0, decay: if rank > 1 { phase.weight_decay } else { 0.0 } }
-            }
+            let decay = if rank > 1 { phase.weight_decay } else { 0.0 };
+            grids.group(path, values).unwrap_or(ParamGroup { rate: 1.0, decay })
         };
         let model = self.model.clone();
         self.model = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, group);
@@ -409,10 +404,6 @@ fn check_space(model: &LlamaConfig, config: &LmTrainConfig, run: &RunDir) -> Res
 fn device() -> Device {
     Device::flex().autodiff()
 }
-
-/// Ends of the parameter paths of learned grids.
-const GRID_SCALE: &str = "grid.scale";
-const GRID_ZERO: &str = "grid.zero";
 
 /// The tensors of a model and its learned grids.
 fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {

@@ -10,11 +10,13 @@
 use super::{Run, device};
 use crate::TrainError;
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
+use crate::qat::{GridRates, rms};
+use crate::random::permutation;
+use crate::schedule::learning_rate;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use dsq_model::{Layer, LearnedGrid, Llama, Sequences, Teacher};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use dsq_model::{Layer, Llama, Sequences, Teacher};
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::sync::Arc;
 
 /// How much is trained, and how fast.
@@ -75,58 +77,47 @@ pub struct BlockFit {
     pub kept: bool,
 }
 
-/// The share of the peak learning rate at step `step` (from 0) of `steps`.
-fn schedule(step: usize, steps: usize) -> f64 {
-    let warmup = (steps / 20).max(1);
-    if step < warmup {
-        return (step + 1) as f64 / warmup as f64;
-    }
-    let done = (step - warmup) as f64 / (steps - warmup).max(1) as f64;
-    0.5 * (1.0 + (std::f64::consts::PI * done).cos())
-}
-
 /// `count` indices in random order.
 fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
-    let mut order: Vec<usize> = (0..count).collect();
-    for i in (1..count).rev() {
-        order.swap(i, (rng.next_u64() % (i as u64 + 1)) as usize);
-    }
-    order
+    permutation(&mut rng, count)
 }
 
-/// AdamW without decay for latent weights and grids.
+/// AdamW without decay for latent weights and grids, `steps` of it.
 struct Tuner {
+    /// What is trained, for messages.
+    what: String,
     adam: AdamW,
     weight_rate: f64,
-    scale_rate: f64,
-    largest_code: f64,
+    grids: GridRates,
+    steps: usize,
 }
 
 impl Tuner {
-    fn new(weight_rate: f64, scale_rate: f64, largest_code: f64) -> Self {
-        Self { adam: AdamW::new(0.9, 0.95, 1e-8), weight_rate, scale_rate, largest_code }
+    fn new(what: String, weight_rate: f64, grids: GridRates, steps: usize) -> Self {
+        Self { what, adam: AdamW::new(0.9, 0.95, 1e-8), weight_rate, grids, steps }
     }
 
-    /// One update at `rate` of the peak; `None` when the gradient is not finite.
-    fn step<M: Module>(&mut self, module: M, loss: Tensor<1>, rate: f64) -> Option<M> {
+    /// Update number `step` (from 0); gives the loss before it too.
+    fn step<M: Module>(&mut self, module: M, loss: Tensor<1>, step: usize) -> Result<(M, f64), TrainError> {
+        let error = |value| TrainError::Numerics { what: self.what.clone(), step: step as u64 + 1, value };
+        let value = scalar(&loss);
+        if !value.is_finite() {
+            return Err(error(value));
+        }
         let grads = NamedGradients::take(&module, loss.backward());
         let norm = grads.norm();
         if !norm.is_finite() {
-            return None;
+            return Err(error(norm));
         }
         let group = |path: &str, _: usize, values: &[f32]| {
-            let mean_square = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / values.len().max(1) as f64;
-            let rate = match path {
-                _ if path.ends_with("grid.zero") => self.scale_rate * self.largest_code,
-                _ if path.ends_with("grid.scale") => self.scale_rate * mean_square.sqrt(),
-                _ => self.weight_rate * mean_square.sqrt(),
-            };
-            ParamGroup { rate, decay: 0.0 }
+            let weight = || ParamGroup { rate: self.weight_rate * rms(values), decay: 0.0 };
+            self.grids.group(path, values).unwrap_or_else(weight)
         };
+        let rate = learning_rate(step, self.steps, (self.steps / 20).max(1), 1.0);
         // Adam does not know the size of a gradient: nothing to clip.
-        Some(self.adam.step(module, &grads, rate, norm, f64::INFINITY, group))
+        Ok((self.adam.step(module, &grads, rate, norm, f64::INFINITY, group), value))
     }
 }
 
@@ -157,7 +148,6 @@ impl Run<'_> {
         }
         let mut student = Layer::from_checkpoint(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
         student = student.freeze_norms();
-        let mut largest_code = 1.0;
         for (part, linear) in student.linears_mut() {
             let module = self.module(part);
             let start = self.starts.iter().position(|(p, _)| *p == part).map(|i| self.starts.swap_remove(i).1);
@@ -167,17 +157,12 @@ impl Run<'_> {
                 *linear = linear.clone().no_grad();
                 continue;
             };
-            let args = done.matrix.args;
-            let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
-            linear.set_values(start);
-            linear.set_quant(Some(args));
-            linear.set_grid(LearnedGrid::new(&params, args.mapping, &Device::flex().autodiff()));
-            largest_code = f64::from(args.qtype.qmax());
+            linear.learn_from(start, &done.matrix);
         }
         let mut fit = BlockFit { layer: self.progress.layer, before: 0.0, after: 0.0, kept: false };
         fit.before = self.block_error(&student, &targets);
         let start = student.clone();
-        let trained = self.train_block(student, &targets, largest_code)?;
+        let trained = self.train_block(student, &targets)?;
         fit.after = self.block_error(&trained, &targets);
         fit.kept = fit.after < fit.before;
         let student = if fit.kept { trained } else { start };
@@ -218,15 +203,12 @@ impl Run<'_> {
         if size > 0.0 { error / size } else { 0.0 }
     }
 
-    fn train_block(
-        &mut self,
-        mut student: Layer,
-        targets: &[Tensor<3>],
-        largest_code: f64,
-    ) -> Result<Layer, TrainError> {
+    fn train_block(&mut self, mut student: Layer, targets: &[Tensor<3>]) -> Result<Layer, TrainError> {
         let tuning = self.settings.tuning;
-        let mut tuner = Tuner::new(tuning.weight_rate, tuning.scale_rate, largest_code);
         let steps = tuning.epochs * self.stream.len();
+        let grids = GridRates::new(tuning.scale_rate, student.linears().map(|(part, l)| (part.to_owned(), l)));
+        let what = format!("model.layers.{}: block-wise training", self.progress.layer);
+        let mut tuner = Tuner::new(what, tuning.weight_rate, grids, steps);
         let tracked = |x: &Tensor<3>| x.clone().autodiff();
         for step in 0..steps {
             let epoch = step / self.stream.len();
@@ -235,14 +217,7 @@ impl Run<'_> {
             let (batch, x): &(Sequences, Tensor<3>) = &self.stream[i];
             let y = student.forward(tracked(x), batch);
             let loss = (y - tracked(&targets[i])).powi_scalar(2).mean();
-            let value = scalar(&loss);
-            let (module, rate) = (student.clone(), schedule(step, steps));
-            let trained = if value.is_finite() { tuner.step(module, loss, rate) } else { None };
-            student = trained.ok_or_else(|| TrainError::Numerics {
-                what: format!("model.layers.{}: loss of block-wise training", self.progress.layer),
-                step: step as u64 + 1,
-                value,
-            })?;
+            student = tuner.step(student, loss, step)?.0;
             self.tick(1);
         }
         Ok(student)
@@ -262,7 +237,6 @@ impl Run<'_> {
         let tracking = Device::flex().autodiff();
         let mut student = Llama::from_checkpoint(self.checkpoint, &tracking)?.freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
-        let mut largest_code = 1.0;
         for (module, linear) in student.linears_mut() {
             let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));
             let done = self.outcome.linears.iter().find(|l| l.module == module);
@@ -270,19 +244,14 @@ impl Run<'_> {
                 *linear = linear.clone().no_grad();
                 continue;
             };
-            let args = done.matrix.args;
-            if tuning.end_weight_rate == 0.0 {
-                linear.freeze_codes(&done.matrix);
-            } else {
-                let params: Vec<_> = (0..done.matrix.scales.len()).map(|i| done.matrix.qparams(i)).collect();
-                linear.set_values(latent);
-                linear.set_quant(Some(args));
-                linear.set_grid(LearnedGrid::new(&params, args.mapping, &tracking));
+            match tuning.end_weight_rate {
+                0.0 => linear.freeze_codes(&done.matrix),
+                _ => linear.learn_from(latent, &done.matrix),
             }
-            largest_code = f64::from(args.qtype.qmax());
         }
         let batches: Vec<Vec<i32>> = calibration.batches().collect();
-        let mut tuner = Tuner::new(tuning.end_weight_rate, tuning.end_scale_rate, largest_code);
+        let grids = GridRates::new(tuning.end_scale_rate, student.linears());
+        let mut tuner = Tuner::new("end-to-end training".into(), tuning.end_weight_rate, grids, tuning.steps);
         let mut losses = Vec::with_capacity(tuning.steps);
         for step in 0..tuning.steps {
             let order = shuffled(batches.len(), tuning.seed, u64::MAX - (step / batches.len()) as u64);
@@ -292,14 +261,8 @@ impl Run<'_> {
             let labels = Arc::new(vec![dsq_model::IGNORED; ids.len()]);
             let target = Teacher { logits: Arc::new(logits), temperature: 1.0 };
             let loss = student.distill_loss(ids, labels, b, target, 1.0);
-            let value = scalar(&loss);
-            let (module, rate) = (student.clone(), schedule(step, tuning.steps));
-            let trained = if value.is_finite() { tuner.step(module, loss, rate) } else { None };
-            student = trained.ok_or_else(|| TrainError::Numerics {
-                what: "loss of end-to-end training".into(),
-                step: step as u64 + 1,
-                value,
-            })?;
+            let (trained, value) = tuner.step(student, loss, step)?;
+            student = trained;
             losses.push(value);
             self.tick(1);
         }
