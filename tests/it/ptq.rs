@@ -221,6 +221,13 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
     for option in ["--calib", "--calib-tokens", "--calib-context"] {
         fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq, awq or blockwise"]);
     }
+    let gptq = ["quantize", model, "--method", "gptq", "--calib", calib];
+    for option in ["--epochs", "--steps", "--end-weight-rate", "--end-scale-rate"] {
+        fails(&[&gptq[..], &[option, "1"]].concat(), &out, 2, &[option, "blockwise", "got gptq"]);
+        fails(&["quantize", model, option, "1"], &out, 2, &[option, "blockwise", "got rtn"]);
+    }
+    let fast = ["quantize", model, "--method", "blockwise", "--calib", calib, "--end-scale-rate", "0.2"];
+    fails(&fast, &out, 2, &["--end-scale-rate", "0.1", "got 0.2"]);
     for (bytes, words) in [(&b""[..], ["at least 32768", "got 0"]), (b"abc\xff", ["byte 3", "UTF-8"])] {
         std::fs::write(&none, bytes).unwrap();
         let bad = ["quantize", model, "--method", "gptq", "--calib", text(&none), "--group-size", "32"];

@@ -79,3 +79,13 @@ pub enum QuantError {
         got: String,
     },
 }
+
+impl QuantError {
+    /// An overflow of a scale at its place: the arithmetic of one group does not know which group it is.
+    pub fn in_group(mut self, at: usize) -> Self {
+        if let QuantError::ScaleOverflow { group, .. } = &mut self {
+            *group = at;
+        }
+        self
+    }
+}

@@ -20,6 +20,8 @@ mod minifloat;
 mod observer;
 mod pack;
 mod percentile;
+#[cfg(test)]
+mod test_values;
 mod weight_observer;
 mod weighted;
 

@@ -80,12 +80,7 @@ impl QuantizedMatrix {
             .map(|(i, values)| {
                 let (lo, hi) = min_max(&values);
                 let error = |p| args.squared_error(&values, p);
-                args.stored_weight_qparams(lo, hi, global, error).map_err(|e| match e {
-                    QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
-                        QuantError::ScaleOverflow { group: i, lo, hi, scale, dtype }
-                    }
-                    other => other,
-                })
+                args.stored_weight_qparams(lo, hi, global, error).map_err(|e| e.in_group(i))
             })
             .collect()
     }
@@ -307,20 +302,9 @@ pub(crate) fn min_max(x: &[f32]) -> (f32, f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_values::normal;
     use crate::{FloatType, QuantType, WeightObserver};
     use proptest::prelude::*;
-
-    fn normal(n: usize, seed: u64) -> Vec<f32> {
-        // Sum of uniforms: near enough to normal, and needs no dependency.
-        let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        let mut uniform = || {
-            s ^= s << 13;
-            s ^= s >> 7;
-            s ^= s << 17;
-            (s >> 40) as f32 / (1u64 << 24) as f32
-        };
-        (0..n).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect()
-    }
 
     #[test]
     fn c001_degenerate_groups_stay_finite_and_leave_others_alone() {

@@ -158,13 +158,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn values(n: usize, seed: u64) -> Vec<f32> {
-        let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        let mut uniform = || {
-            s ^= s << 13;
-            s ^= s >> 7;
-            s ^= s << 17;
-            (s >> 40) as f32 / (1u64 << 24) as f32
-        };
+        let mut uniform = crate::test_values::uniforms(seed);
         // Heavy tails of both signs over many powers of two.
         (0..n).map(|_| (uniform() - 0.4) * 10f32.powf(6.0 * uniform() - 4.0)).collect()
     }

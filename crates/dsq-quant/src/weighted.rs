@@ -63,12 +63,8 @@ impl QuantizedMatrix {
                 let (lo, hi) = min_max(chunk);
                 let first = (i * per_scale).checked_rem(k).unwrap_or(0);
                 let weights = &importance[first..first + chunk.len()];
-                args.weight_qparams(lo, hi, |p| args.weighted_squared_error(chunk, weights, p)).map_err(|e| match e {
-                    QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
-                        QuantError::ScaleOverflow { group: i, lo, hi, scale, dtype }
-                    }
-                    other => other,
-                })
+                args.weight_qparams(lo, hi, |p| args.weighted_squared_error(chunk, weights, p))
+                    .map_err(|e| e.in_group(i))
             })
             .collect()
     }
@@ -92,19 +88,9 @@ impl QuantizedMatrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_values::normal;
     use crate::{FloatType, Granularity, Mapping, QuantType, WeightObserver};
     use proptest::prelude::*;
-
-    fn normal(n: usize, seed: u64) -> Vec<f32> {
-        let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        let mut uniform = || {
-            s ^= s << 13;
-            s ^= s >> 7;
-            s ^= s << 17;
-            (s >> 40) as f32 / (1u64 << 24) as f32
-        };
-        (0..n).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect()
-    }
 
     /// Squares of normal values: a few columns matter much more than the others.
     fn importances(k: usize, seed: u64) -> Vec<f32> {

@@ -224,14 +224,8 @@ unsafe fn gradient_avx2(w: &[f32], g: &[f32], args: &QuantArgs, p: QParams, dw: 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fake_quant::tests::{bits, normal};
+    use crate::fake_quant::tests::{bits, integer_args as all_args, normal};
     use dsq_quant::{Granularity, QuantizedMatrix};
-
-    /// Integer schemes: learned grids have no others.
-    fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
-        let all = crate::fake_quant::tests::all_args(granularities).into_iter();
-        all.filter(|a| a.qtype.float().is_none()).collect()
-    }
 
     #[test]
     fn values_are_those_of_the_shipped_matrix_and_gradients_those_of_the_formula() {

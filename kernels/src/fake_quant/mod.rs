@@ -161,12 +161,7 @@ fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QP
         let count = w.iter().filter(|x| !x.is_finite()).count();
         return Err(QuantError::NonFinite { index: group * w.len() + at, value: w[at], count });
     }
-    args.weight_qparams(range.lo, range.hi, |p| squared_error(w, args, p)).map_err(|e| match e {
-        QuantError::ScaleOverflow { lo, hi, scale, dtype, .. } => {
-            QuantError::ScaleOverflow { group, lo, hi, scale, dtype }
-        }
-        other => other,
-    })
+    args.weight_qparams(range.lo, range.hi, |p| squared_error(w, args, p)).map_err(|e| e.in_group(group))
 }
 
 fn poison(out: &mut [f32], inside: &mut [u8], error: QuantError) -> Result<(), QuantError> {
@@ -213,4 +208,4 @@ fn check_len(what: &'static str, expected: usize, got: usize) -> Result<(), Quan
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -4,7 +4,7 @@ use super::*;
 use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix, WeightObserver};
 
 /// xorshift, so that the kernels need no dependency for random values.
-fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
+pub(crate) fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
         .map(|_| {
@@ -16,7 +16,7 @@ fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
         .collect()
 }
 
-pub(super) fn normal(n: usize, seed: u64) -> Vec<f32> {
+pub(crate) fn normal(n: usize, seed: u64) -> Vec<f32> {
     values(4 * n, seed, |u| (f64::from(u) / 4294967296.0 - 0.5) as f32).chunks(4).map(|c| c.iter().sum()).collect()
 }
 
@@ -38,6 +38,11 @@ pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
         }
     }
     out
+}
+
+/// Those of them with integer codes.
+pub(crate) fn integer_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
+    all_args(granularities).into_iter().filter(|a| a.qtype.float().is_none()).collect()
 }
 
 pub(super) fn bits(x: &[f32]) -> Vec<u32> {

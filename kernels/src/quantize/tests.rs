@@ -1,39 +1,12 @@
 //! Tests of the kernels beside this file: every scheme, bit-equal to the reference.
 
 use super::*;
+use crate::fake_quant::tests::{normal, values};
 use dsq_quant::{FloatType, WeightObserver};
 
-/// xorshift, so that the kernels need no dependency for random values.
-fn values(n: usize, seed: u64, mut f: impl FnMut(u32) -> f32) -> Vec<f32> {
-    let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    (0..n)
-        .map(|_| {
-            s ^= s << 13;
-            s ^= s >> 7;
-            s ^= s << 17;
-            f((s >> 32) as u32)
-        })
-        .collect()
-}
-
-fn normal(n: usize, seed: u64) -> Vec<f32> {
-    values(4 * n, seed, |u| (f64::from(u) / 4294967296.0 - 0.5) as f32).chunks(4).map(|c| c.iter().sum()).collect()
-}
-
+/// Integer schemes: the others go to the reference.
 fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
-    let mut out = Vec::new();
-    for &granularity in granularities {
-        for qtype in QuantType::INTS {
-            for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
-                for scale_dtype in FloatType::ALL {
-                    for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
-                        out.push(QuantArgs { qtype, granularity, mapping, scale_dtype, observer });
-                    }
-                }
-            }
-        }
-    }
-    out
+    crate::fake_quant::tests::integer_args(granularities)
 }
 
 fn granularities(k: usize) -> Vec<Granularity> {

@@ -32,19 +32,19 @@ pub(super) struct CalibrationArgs {
     /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     calib_context: Option<usize>,
-    /// Passes over the windows for each block, with --method blockwise.
-    #[arg(long, value_name = "N", default_value_t = Tuning::default().epochs)]
-    epochs: usize,
-    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens.
-    #[arg(long, value_name = "N", default_value_t = Tuning::default().steps)]
-    steps: usize,
+    /// Passes over the windows for each block, with --method blockwise [default: 2].
+    #[arg(long, value_name = "N")]
+    epochs: Option<usize>,
+    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens [default: 0].
+    #[arg(long, value_name = "N")]
+    steps: Option<usize>,
     /// Learning rate of the weights in --steps, as a share of their root mean square; 0 fixes the codes and trains the scales
-    /// alone.
-    #[arg(long, value_name = "RATE", default_value_t = Tuning::default().end_weight_rate)]
-    end_weight_rate: f64,
-    /// Learning rate of the scales in --steps, as a share of their root mean square.
-    #[arg(long, value_name = "RATE", default_value_t = Tuning::default().end_scale_rate)]
-    end_scale_rate: f64,
+    /// alone [default: 0].
+    #[arg(long, value_name = "RATE")]
+    end_weight_rate: Option<f64>,
+    /// Learning rate of the scales in --steps, as a share of their root mean square [default: 0.001].
+    #[arg(long, value_name = "RATE")]
+    end_scale_rate: Option<f64>,
 }
 
 /// The calibration text of a model.
@@ -83,12 +83,22 @@ impl CalibrationArgs {
     /// Exit code 2 for a method without text, or text without such a method.
     pub(super) fn check(&self, method: Method) -> Result<(), CliError> {
         let method_name = name(method);
-        match (method, &self.calib) {
-            _ if [self.end_weight_rate, self.end_scale_rate].iter().any(|r| !(0.0..=0.1).contains(r)) => {
-                let (weights, scales) = (self.end_weight_rate, self.end_scale_rate);
-                let problem = format!("expected learning rates from 0 to 0.1, got {weights} and {scales}");
-                Err(CliError::usage(format!("--end-weight-rate, --end-scale-rate: {problem}")))
+        let training = [
+            ("--epochs", self.epochs.is_some()),
+            ("--steps", self.steps.is_some()),
+            ("--end-weight-rate", self.end_weight_rate.is_some()),
+            ("--end-scale-rate", self.end_scale_rate.is_some()),
+        ];
+        if let Some((option, _)) = training.iter().find(|(_, given)| *given && method != Method::Blockwise) {
+            let problem = format!("only training takes it; expected --method blockwise, got {method_name}");
+            return Err(CliError::usage(format!("{option}: {problem}")));
+        }
+        for (option, rate) in [("--end-weight-rate", self.end_weight_rate), ("--end-scale-rate", self.end_scale_rate)] {
+            if let Some(rate) = rate.filter(|r| !(0.0..=0.1).contains(r)) {
+                return Err(CliError::usage(format!("{option}: expected a learning rate from 0 to 0.1, got {rate}")));
             }
+        }
+        match (method, &self.calib) {
             (Method::Rtn, _) => {
                 let given = [
                     ("--calib", self.calib.is_some()),
@@ -224,12 +234,13 @@ pub(super) fn quantize(
         Method::Rtn | Method::Gptq => PtqMethod::Gptq,
     };
     let c = &args.calibration;
+    let usual = Tuning::default();
     let tuning = Tuning {
-        epochs: c.epochs,
-        steps: c.steps,
-        end_weight_rate: c.end_weight_rate,
-        end_scale_rate: c.end_scale_rate,
-        ..Tuning::default()
+        epochs: c.epochs.unwrap_or(usual.epochs),
+        steps: c.steps.unwrap_or(usual.steps),
+        end_weight_rate: c.end_weight_rate.unwrap_or(usual.end_weight_rate),
+        end_scale_rate: c.end_scale_rate.unwrap_or(usual.end_scale_rate),
+        ..usual
     };
     let float_dtype = args.dtype.or(default_dtype(ckpt));
     let layers = match ckpt.config() {

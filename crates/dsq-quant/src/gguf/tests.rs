@@ -1,6 +1,7 @@
 //! Tests of the block grids: golden bytes and values of ggml and the Python package, exhaustive small domains, properties.
 
 use super::*;
+use crate::test_values::normal;
 use proptest::prelude::*;
 
 fn bytes_of(hex: &str) -> Vec<u8> {
@@ -19,17 +20,6 @@ fn decoded(grid: GgufGrid, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![f32::NAN; bytes.len() / grid.block_bytes() * grid.block_len()];
     grid.dequantize(bytes, &mut out).unwrap();
     out
-}
-
-fn normal(n: usize, seed: u64) -> Vec<f32> {
-    let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut uniform = || {
-        s ^= s << 13;
-        s ^= s >> 7;
-        s ^= s << 17;
-        (s >> 40) as f32 / (1u64 << 24) as f32
-    };
-    (0..n).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect()
 }
 
 #[test]
