@@ -1,19 +1,29 @@
-//! `dsq bench`: tokens per second of a model, and which share of the machine's read bandwidth decoding uses.
+//! `dsq bench`: tokens per second of a model, and which share of the machine's read bandwidth decoding uses; or, of a
+//! recipe, the time of a training step and what fake quantization adds to it.
 
+use crate::jobs::lm;
+use crate::recipe::{Job, Recipe};
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::Checkpoint;
 use dsq_kernels::measure_read_bandwidth;
 use dsq_runtime::{LlamaRuntime, Logits};
+
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Options of `dsq bench`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A model folder (float or packed) or a GGUF file.
+    /// A model folder (float or packed) or a GGUF file; with --train-steps a recipe.
     model: PathBuf,
+    /// Time this many steps of the recipe's QAT phase, each beside one in float.
+    #[arg(long, value_name = "N", conflicts_with_all = ["prompt_tokens", "gen_tokens", "repeat"])]
+    train_steps: Option<usize>,
+    /// With --train-steps, change a value of the recipe, as in `model.hidden_size=256`; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", requires = "train_steps")]
+    set: Vec<String>,
     /// Tokens of the prompt.
     #[arg(long, default_value_t = 512, value_name = "N")]
     prompt_tokens: usize,
@@ -25,8 +35,11 @@ pub struct Args {
     repeat: usize,
 }
 
-/// Measures and prints one row, `batch 1`.
+/// Measures and prints one row, `batch 1`, or `train step` of a recipe.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if let Some(steps) = args.train_steps {
+        return train_step(&args, steps, global);
+    }
     for (name, value) in
         [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens), ("--repeat", args.repeat)]
     {
@@ -122,6 +135,56 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     for (kernel, layers) in kernels {
         output::line(format!("  kernel      {layers:>10} layers: {kernel}"));
     }
+    Ok(0)
+}
+
+/// Times training steps of a recipe.
+fn train_step(args: &Args, steps: usize, global: &Global) -> Result<u8, CliError> {
+    if steps == 0 {
+        return Err(CliError::usage("--train-steps: expected at least 1, got 0"));
+    }
+    let recipe = Recipe::load(&args.model, &args.set)?;
+    let Job::Lm(job) = &recipe.job else {
+        return Err(CliError::usage(format!(
+            "{}: model.architecture: expected llama for --train-steps, got resnet",
+            args.model.display()
+        )));
+    };
+    let plan = lm::plan(job, &args.model, recipe.seed)?;
+    global.use_threads();
+    let times = plan.time_steps(steps)?;
+    let ms = |times: &[Duration]| -> f64 {
+        quantile(&mut times.iter().map(|t| t.as_secs_f64() * 1e3).collect::<Vec<_>>(), 0.5)
+    };
+    let (float_ms, step_ms) = (ms(&times.float), ms(&times.qat));
+    // Pairs see the same moment of the machine.
+    let pairs = times.float.iter().zip(&times.qat);
+    let overhead = quantile(&mut pairs.map(|(f, q)| q.as_secs_f64() / f.as_secs_f64()).collect::<Vec<_>>(), 0.5);
+    let tokens_per_second = times.tokens as f64 / step_ms * 1e3;
+    if global.json {
+        let row = json!({
+            "name": "train step",
+            "steps": steps,
+            "tokens": times.tokens,
+            "parameters": plan.parameters(),
+            "threads": global.threads(),
+            "step_ms": step_ms,
+            "float_step_ms": float_ms,
+            "fake_quant_overhead": overhead,
+            "tokens_per_second": tokens_per_second,
+        });
+        output::line(json!({ "command": "bench", "rows": [row] }).to_string());
+        return Ok(0);
+    }
+    output::line(format!(
+        "train step of {} tokens, {} parameters, {} threads, medians of {steps}",
+        times.tokens,
+        plan.parameters(),
+        global.threads()
+    ));
+    output::line(format!("  float               {float_ms:>10.1} ms"));
+    output::line(format!("  with fake quant     {step_ms:>10.1} ms  ({tokens_per_second:.0} tokens/s)"));
+    output::line(format!("  fake quant overhead {overhead:>10.3} of the float step (median over pairs)"));
     Ok(0)
 }
 

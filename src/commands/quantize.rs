@@ -240,11 +240,15 @@ fn weight_scheme(
         ))
         .with_hint("use a recipe: dsq train"));
     }
-    if scheme.weights.qtype.float().is_some() && args.method != Method::Rtn {
+    let method = calibrated::name(args.method);
+    if scheme.weights.has_global_scale() && args.method != Method::Rtn {
         return Err(CliError::usage(format!(
-            "--method: GPTQ and AWQ choose integer codes; expected rtn for {name}, got {}",
-            calibrated::name(args.method)
+            "--method: layers share a global scale; expected rtn for {name}, got {method}"
         )));
+    }
+    if scheme.weights.qtype.float().is_some() && args.method == Method::Blockwise {
+        let problem = format!("training learns the scales of integer codes; expected rtn, gptq or awq for {name}");
+        return Err(CliError::usage(format!("--method: {problem}, got {method}")));
     }
     if args.asymmetric {
         scheme.weights.mapping = Mapping::Asymmetric;

@@ -12,8 +12,8 @@ use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
 use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix, WeightObserver};
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
-use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, Tuning, quantize_llama};
-use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, qat, train_lm};
+use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, quantize_llama};
+use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, StepTimes, qat, train_lm};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -83,8 +83,16 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
 }
 
 impl Plan {
+    /// Times of `steps` training steps with and without fake quantization.
+    ///
+    /// # Errors
+    /// Those of training.
+    pub fn time_steps(&self, steps: usize) -> Result<StepTimes, CliError> {
+        Ok(dsq_train::time_steps(&self.config, &self.train_tokens, &self.train, &self.quant, steps)?)
+    }
+
     /// Values of all parameters.
-    fn parameters(&self) -> u64 {
+    pub fn parameters(&self) -> u64 {
         let c = &self.config;
         let linears: usize = ModelConfig::Llama(c.clone()).linears().iter().map(|l| l.n() * l.k()).sum();
         let norms = (2 * c.num_hidden_layers + 1) * c.hidden_size;
@@ -271,21 +279,24 @@ fn evaluate(
 /// squared error, AWQ with whole ranges, which suit each best.
 fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'static str, Llama)>, CliError> {
     if plan.quant.scheme.weights.qtype.float().is_some() {
-        // Neither method chooses float codes.
+        // Not compared: rounding and training are.
         return Ok(Vec::new());
     }
     let float = Checkpoint::open(&run.join(place::FLOAT))?;
     let context = plan.train.float.seq_len;
     let count = CALIBRATION_TOKENS.clamp(context, plan.train_tokens.len().max(context));
     let calibration = Calibration::new(&plan.train_tokens, count, context, plan.config.vocab_size)?;
-    let methods = [("gptq", PtqMethod::Gptq, WeightObserver::Mse), ("awq", PtqMethod::Awq, WeightObserver::MinMax)];
+    let methods = [("gptq", PtqMethod::Gptq, WeightObserver::Mse), ("awq", PtqMethod::Rtn, WeightObserver::MinMax)];
     methods
         .into_iter()
         .map(|(name, method, observer)| {
             let mut config = plan.quant.clone();
             config.scheme.weights.observer = observer;
-            let settings =
-                PtqSettings { config: &config, method, float_dtype: Some(FloatType::F32), tuning: Tuning::default() };
+            let settings = PtqSettings {
+                awq: name == "awq",
+                float_dtype: Some(FloatType::F32),
+                ..PtqSettings::new(&config, method)
+            };
             let found = quantize_llama(&float, settings, &calibration, &mut |_| ())?;
             let model = found.model(&outcome.float).map_err(dsq_train::TrainError::from)?;
             Ok((name, model))

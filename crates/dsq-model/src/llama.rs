@@ -370,6 +370,16 @@ impl Llama {
         out
     }
 
+    /// The norms of the layers by tensor name (`model.layers.0.input_layernorm.weight`), to change them.
+    pub fn norms_mut(&mut self) -> Vec<(String, &mut RmsNorm)> {
+        let mut out = Vec::new();
+        for (i, l) in self.layers.iter_mut().enumerate() {
+            out.push((format!("model.layers.{i}.input_layernorm.weight"), &mut l.input_layernorm));
+            out.push((format!("model.layers.{i}.post_attention_layernorm.weight"), &mut l.post_attention_layernorm));
+        }
+        out
+    }
+
     /// [`Llama::linears`], to change their settings.
     pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
         let mut out = Vec::new();

@@ -17,6 +17,8 @@ mod schedule;
 pub use adamw::{AdamW, NamedGradients, ParamGroup};
 pub use cnn::{CnnTrainConfig, run_cnn};
 pub use error::TrainError;
-pub use lm::{Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, train_lm};
+pub use lm::{
+    Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, StepTimes, time_steps, train_lm,
+};
 pub use progress::Control;
 pub use run_dir::{RunDir, Snapshot, StateTensor};

@@ -37,9 +37,23 @@ fn calibration(n: usize, context: usize) -> Calibration {
     Calibration::new(&tokens(n), n, context, 128).unwrap()
 }
 
-fn run(ckpt: &Checkpoint, config: &QuantConfig, method: PtqMethod, float_dtype: Option<FloatType>) -> PtqOutcome {
+/// Every method, and whether AWQ's scales come first.
+const METHODS: [(PtqMethod, bool); 5] = [
+    (PtqMethod::Gptq, false),
+    (PtqMethod::Rtn, true),
+    (PtqMethod::Gptq, true),
+    (PtqMethod::Blockwise, false),
+    (PtqMethod::Blockwise, true),
+];
+
+fn run(
+    ckpt: &Checkpoint,
+    config: &QuantConfig,
+    (method, awq): (PtqMethod, bool),
+    float_dtype: Option<FloatType>,
+) -> PtqOutcome {
     let tuning = Tuning { steps: 3, ..Tuning::default() };
-    let settings = PtqSettings { config, method, float_dtype, tuning };
+    let settings = PtqSettings { awq, float_dtype, tuning, ..PtqSettings::new(config, method) };
     let (mut last, mut total) = (0, 0);
     let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
         assert!(p.done > last && p.done <= p.total);
@@ -58,7 +72,7 @@ fn gptq_is_truly_sequential() {
     let ckpt = golden("llama_tiny");
     let (model, device) = (model_of(&ckpt), Device::flex());
     let quant = config("W4A16", Granularity::PerGroup(32), &["lm_head"]);
-    let outcome = run(&ckpt, &quant, PtqMethod::Gptq, None);
+    let outcome = run(&ckpt, &quant, (PtqMethod::Gptq, false), None);
     assert_eq!(outcome.linears.len(), 14);
     assert!(outcome.norms.is_empty());
     // The same by hand, with all activations in memory.
@@ -121,9 +135,13 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
         let ckpt = golden(model);
         let float = logits(&ckpt, None, true);
         // Eight bits: what is left is rounding, so a scale that went missing would show.
-        for float_dtype in [None, Some(FloatType::F16), Some(FloatType::Bf16)] {
+        let methods = METHODS.into_iter().filter(|(_, awq)| *awq);
+        for (float_dtype, method) in [None, Some(FloatType::F16), Some(FloatType::Bf16)]
+            .into_iter()
+            .flat_map(|d| methods.clone().map(move |m| (d, m)))
+        {
             let quant = config("W8A16", Granularity::PerGroup(16), &["lm_head"]);
-            let outcome = run(&ckpt, &quant, PtqMethod::Awq, float_dtype);
+            let outcome = run(&ckpt, &quant, method, float_dtype);
             let scaled = outcome.linears.iter().filter(|l| l.rescale.is_some()).count();
             assert!(scaled > 0, "{model}: nothing was scaled");
             let exact = distance(&float, &logits(&ckpt, Some(&outcome), true));
@@ -131,7 +149,10 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
                 qat::round_to_nearest(Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap(), &quant).unwrap();
             let ids = Arc::new((0..60).map(|i| i * 11 % 128).collect());
             let rounded = distance(&float, &host(rounded.logits(ids, 2)));
-            assert!(exact < 2.0 * rounded && rounded < 0.03, "{model} {float_dtype:?}: {exact}, rounding {rounded}");
+            assert!(
+                exact < 2.0 * rounded && rounded < 0.03,
+                "{model} {method:?} {float_dtype:?}: {exact}, rounding {rounded}"
+            );
             if !outcome.norms.is_empty() {
                 let without = distance(&float, &logits(&ckpt, Some(&outcome), false));
                 assert!(without > 3.0 * exact, "{model}: {without} against {exact}: norms matter");
@@ -157,7 +178,7 @@ fn every_method_and_grid_stays_near_the_float_model() {
             let mut quant = config("W4A16", granularity, &["lm_head"]);
             quant.scheme.weights.mapping = mapping;
             quant.scheme.weights.observer = WeightObserver::Mse;
-            for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
+            for method in METHODS {
                 let outcome = run(&ckpt, &quant, method, None);
                 outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
                 let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
@@ -172,7 +193,7 @@ fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
     let ckpt = golden("llama_tiny_untied");
     // Only up_proj of layer 1 and the head.
     let quant = config("W4A16", Granularity::PerGroup(16), &["re:.*layers\\.0.*", "re:.*(attn|gate|down).*"]);
-    for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
+    for method in METHODS {
         let outcome = run(&ckpt, &quant, method, None);
         let names: Vec<&str> = outcome.linears.iter().map(|l| l.module.as_str()).collect();
         assert_eq!(names, ["model.layers.1.mlp.up_proj", "lm_head"]);
@@ -184,8 +205,8 @@ fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
 fn c022_f084_a_group_size_that_does_not_divide_names_the_layer() {
     let ckpt = golden("llama_tiny");
     let quant = config("W4A16", Granularity::PerGroup(20), &["lm_head"]);
-    for method in [PtqMethod::Gptq, PtqMethod::Awq, PtqMethod::Blockwise] {
-        let settings = PtqSettings { config: &quant, method, float_dtype: None, tuning: Tuning::default() };
+    for method in METHODS {
+        let settings = PtqSettings { awq: method.1, ..PtqSettings::new(&quant, method.0) };
         let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
         assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.self_attn.q_proj"), "{e}");
         assert_eq!(e.exit_code(), 2);
@@ -206,7 +227,7 @@ fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
         let mut quant = config(scheme, Granularity::PerGroup(32), &["lm_head"]);
         quant.scheme.weights.mapping = mapping;
         quant.scheme.weights.observer = WeightObserver::Mse;
-        let of = |method| run(&ckpt, &quant, method, None);
+        let of = |method| run(&ckpt, &quant, (method, false), None);
         let (gptq, trained) = (of(PtqMethod::Gptq), of(PtqMethod::Blockwise));
         let [a, b] =
             [&gptq, &trained].map(|o| distance(&float, &host(o.model(&llama).unwrap().logits(ids.clone(), 15))));

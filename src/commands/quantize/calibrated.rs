@@ -32,10 +32,14 @@ pub(super) struct CalibrationArgs {
     /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     calib_context: Option<usize>,
+    /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq or blockwise chooses codes.
+    #[arg(long)]
+    awq_scales: bool,
     /// Passes over the windows for each block, with --method blockwise [default: 2].
     #[arg(long, value_name = "N")]
     epochs: Option<usize>,
-    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens [default: 0].
+    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens, each other
+    /// ones while --calib has them [default: 0].
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     /// Learning rate of the weights in --steps, as a share of their root mean square; 0 fixes the codes and trains the scales
@@ -50,6 +54,8 @@ pub(super) struct CalibrationArgs {
 /// The calibration text of a model.
 pub(super) struct Text {
     calibration: Calibration,
+    /// That of the end-to-end steps, if there are such.
+    further: Option<Calibration>,
     path: PathBuf,
     sha256: String,
 }
@@ -63,6 +69,7 @@ impl Text {
             "sha256": self.sha256,
             "tokens": self.calibration.tokens(),
             "context": self.calibration.context(),
+            "end_tokens": self.further.as_ref().map(Calibration::tokens),
         })
     }
 }
@@ -97,6 +104,10 @@ impl CalibrationArgs {
             if let Some(rate) = rate.filter(|r| !(0.0..=0.1).contains(r)) {
                 return Err(CliError::usage(format!("{option}: expected a learning rate from 0 to 0.1, got {rate}")));
             }
+        }
+        if self.awq_scales && !matches!(method, Method::Gptq | Method::Blockwise) {
+            let problem = format!("expected --method gptq or blockwise, got {method_name}");
+            return Err(CliError::usage(format!("--awq-scales: {problem}")));
         }
         match (method, &self.calib) {
             (Method::Rtn, _) => {
@@ -154,7 +165,14 @@ impl CalibrationArgs {
                 .with_hint("give a longer text, or a smaller --calib-tokens"));
         }
         let calibration = Calibration::new(&ids, tokens, context, model.vocab_size)?;
-        Ok(Text { calibration, path: path.clone(), sha256 })
+        let further = match self.steps {
+            None | Some(0) => None,
+            Some(steps) => {
+                let count = steps.saturating_mul(Calibration::BATCH_TOKENS.max(context)).min(ids.len());
+                Some(Calibration::new(&ids, count, context, model.vocab_size)?)
+            }
+        };
+        Ok(Text { calibration, further, path: path.clone(), sha256 })
     }
 }
 
@@ -228,10 +246,11 @@ pub(super) fn quantize(
     specs: &[LinearSpec],
     text: &Text,
 ) -> Result<Calibrated, CliError> {
-    let method = match args.method {
-        Method::Awq => PtqMethod::Awq,
-        Method::Blockwise => PtqMethod::Blockwise,
-        Method::Rtn | Method::Gptq => PtqMethod::Gptq,
+    let (method, awq) = match args.method {
+        Method::Rtn => (PtqMethod::Rtn, false),
+        Method::Awq => (PtqMethod::Rtn, true),
+        Method::Gptq => (PtqMethod::Gptq, args.calibration.awq_scales),
+        Method::Blockwise => (PtqMethod::Blockwise, args.calibration.awq_scales),
     };
     let c = &args.calibration;
     let usual = Tuning::default();
@@ -253,7 +272,8 @@ pub(super) fn quantize(
         bar.set_message(format!("layer {} of {layers}", (p.layer + 1).min(layers)));
         bar.set_position(p.done as u64);
     };
-    let settings = PtqSettings { config, method, float_dtype, tuning };
+    let end_text = text.further.as_ref();
+    let settings = PtqSettings { config, method, awq, float_dtype, tuning, end_text };
     let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {

@@ -3,8 +3,10 @@
 
 mod config;
 mod data;
+mod speed;
 
 pub use config::{Distill, LearnedScales, LmPhase, LmTrainConfig};
+pub use speed::{StepTimes, time_steps};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
 use crate::qat::{GRID_SCALE, GRID_ZERO, GridRates};

@@ -131,7 +131,7 @@ impl Run<'_> {
         let inputs = self.stream.clone();
         let first = self.outcome.linears.len();
         self.starts.clear();
-        self.gptq_layer(float.clone())?;
+        let mut quantized = self.quantize_layer(float.clone())?;
         self.stream = inputs;
 
         let mut targets = Vec::with_capacity(self.stream.len());
@@ -147,6 +147,9 @@ impl Run<'_> {
             return Ok(());
         }
         let mut student = Layer::from_checkpoint(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
+        // AWQ's scales, if there are such, lie in the norms.
+        student.input_layernorm.set_values(quantized.input_layernorm.values());
+        student.post_attention_layernorm.set_values(quantized.post_attention_layernorm.values());
         student = student.freeze_norms();
         for (part, linear) in student.linears_mut() {
             let module = self.module(part);
@@ -168,7 +171,6 @@ impl Run<'_> {
         let student = if fit.kept { trained } else { start };
         self.outcome.blocks.push(fit);
 
-        let mut quantized = float;
         for ((part, linear), (_, out)) in student.linears().into_iter().zip(quantized.linears_mut()) {
             let module = self.module(part);
             let quant = |source| TrainError::Quant { module: module.clone(), source };
@@ -223,8 +225,8 @@ impl Run<'_> {
         Ok(student)
     }
 
-    /// Trains all quantized layers together against the float model's predictions on the calibration windows.
-    pub(super) fn end_to_end(&mut self, calibration: &super::Calibration) -> Result<(), TrainError> {
+    /// Trains all quantized layers together against the float model's predictions on the windows of `text`.
+    pub(super) fn end_to_end(&mut self, text: &super::Calibration) -> Result<(), TrainError> {
         // What the blocks needed is in the way of what this needs.
         self.float_stream.clear();
         self.stream.clear();
@@ -235,7 +237,13 @@ impl Run<'_> {
         }
         let teacher = Llama::from_checkpoint(self.checkpoint, &device())?;
         let tracking = Device::flex().autodiff();
-        let mut student = Llama::from_checkpoint(self.checkpoint, &tracking)?.freeze_floats();
+        let mut student = Llama::from_checkpoint(self.checkpoint, &tracking)?;
+        for (name, norm) in student.norms_mut() {
+            if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == name) {
+                norm.set_values(changed.values.clone());
+            }
+        }
+        let mut student = student.freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
         for (module, linear) in student.linears_mut() {
             let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));
@@ -249,14 +257,14 @@ impl Run<'_> {
                 _ => linear.learn_from(latent, &done.matrix),
             }
         }
-        let batches: Vec<Vec<i32>> = calibration.batches().collect();
+        let batches: Vec<Vec<i32>> = text.batches().collect();
         let grids = GridRates::new(tuning.end_scale_rate, student.linears());
         let mut tuner = Tuner::new("end-to-end training".into(), tuning.end_weight_rate, grids, tuning.steps);
         let mut losses = Vec::with_capacity(tuning.steps);
         for step in 0..tuning.steps {
             let order = shuffled(batches.len(), tuning.seed, u64::MAX - (step / batches.len()) as u64);
             let ids = Arc::new(batches[order[step % batches.len()]].clone());
-            let b = ids.len() / calibration.context();
+            let b = ids.len() / text.context();
             let logits = teacher.logits(ids.clone(), b).into_data().try_into_vec::<f32>().expect("models are f32");
             let labels = Arc::new(vec![dsq_model::IGNORED; ids.len()]);
             let target = Teacher { logits: Arc::new(logits), temperature: 1.0 };

@@ -3,9 +3,6 @@
 
 use crate::TrainError;
 
-/// Tokens that go through the model at a time; a longer window goes alone.
-const BATCH_TOKENS: usize = 1024;
-
 /// Windows of one length, spread evenly over a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Calibration {
@@ -14,6 +11,9 @@ pub struct Calibration {
 }
 
 impl Calibration {
+    /// Tokens that go through the model at a time; a longer window goes alone.
+    pub const BATCH_TOKENS: usize = 1024;
+
     /// `count / context` windows of `context` tokens. They do not overlap, the first starts at the start of the text and
     /// the last ends at its end; what lies between them is skipped evenly, so that all parts of a text have a share.
     ///
@@ -56,7 +56,7 @@ impl Calibration {
 
     /// The ids of each batch, window after window.
     pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<i32>> + '_ {
-        self.windows.chunks((BATCH_TOKENS / self.context).max(1)).map(|w| w.concat())
+        self.windows.chunks((Self::BATCH_TOKENS / self.context).max(1)).map(|w| w.concat())
     }
 }
 
@@ -77,7 +77,7 @@ mod tests {
                 assert_eq!(*c.windows.last().unwrap().last().unwrap(), 999);
             }
             assert_eq!(c.batches().flatten().collect::<Vec<_>>(), c.windows.concat());
-            assert!(c.batches().all(|b| b.len() <= BATCH_TOKENS.max(context)));
+            assert!(c.batches().all(|b| b.len() <= Calibration::BATCH_TOKENS.max(context)));
         }
     }
 

@@ -9,7 +9,6 @@
 //! `w_j + sum_{i<j} e_i R_ij / R_jj`, where `e_i = w_i - q_i`. One factorization, no inverse.
 
 use super::hessian::{Hessian, dot};
-use dsq_kernels::quantize::{qparams_of, quantize_with};
 use dsq_kernels::train::{Strided, matmul};
 use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix};
 use rayon::prelude::*;
@@ -169,8 +168,8 @@ pub(super) fn quantize_and_targets(
     factor: Option<&Factor>,
     args: QuantArgs,
 ) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
-    let params = qparams_of(w, n, k, args)?;
-    let mut matrix = quantize_with(w, n, k, args, &params)?;
+    let mut matrix = dsq_kernels::quantize::quantize(w, n, k, args)?;
+    let params: Vec<QParams> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
     let plain = row_errors(w, &matrix, h);
     let rtn_error = plain.iter().sum();
     let mut fit = Fit { error: rtn_error, rtn_error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };

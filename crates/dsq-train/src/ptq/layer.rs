@@ -2,7 +2,7 @@
 //! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
 
 use super::awq::{self, Consumer};
-use super::{Factor, Fit, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, gptq};
+use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, gptq};
 use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
@@ -17,63 +17,84 @@ const UP: &str = "mlp.up_proj";
 const DOWN: [&str; 1] = ["mlp.down_proj"];
 
 impl Run<'_> {
-    /// Quantizes one layer by GPTQ and moves the residual stream past it.
-    pub(super) fn gptq_layer(&mut self, mut layer: Layer) -> Result<(), TrainError> {
-        let h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
-        self.gptq(&mut layer, &QKV, h)?;
-        let h = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
-        self.gptq(&mut layer, &O, h)?;
+    /// Quantizes one layer, moves the residual stream past it, and returns it as it became.
+    ///
+    /// AWQ's scales are fused into the norm before q, k and v and before gate and up, into v's rows for o, into up's rows
+    /// for down. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
+    /// one would have to change too.
+    pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
+        let mut work = Work::new(&layer);
+        let awq = self.settings.awq;
+        let mut h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
+        let mut o = None;
+        if awq {
+            let norm = "input_layernorm";
+            self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
+            o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+            let (heads, kv_heads, d) =
+                (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
+            self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_mut())?;
+        }
+        self.choose(&mut layer, &QKV, &work, h)?;
+        if self.walks_again() {
+            o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+        }
+        self.choose(&mut layer, &O, &work, o)?;
         self.pass_attention(&layer);
-        let h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
-        self.gptq(&mut layer, &GATE_UP, h)?;
-        let h = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
-        self.gptq(&mut layer, &DOWN, h)?;
+        let mut h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
+        let mut down = None;
+        if awq {
+            let norm = "post_attention_layernorm";
+            self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
+            down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+            let ffn = self.model.intermediate_size;
+            self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_mut())?;
+        }
+        self.choose(&mut layer, &GATE_UP, &work, h)?;
+        if self.walks_again() {
+            down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+        }
+        self.choose(&mut layer, &DOWN, &work, down)?;
         self.pass_mlp(&layer);
-        Ok(())
+        Ok(layer)
     }
 
-    /// Quantizes the linears `parts`, which have the inputs of `h`, and puts the values of the codes in their place.
-    fn gptq(&mut self, layer: &mut Layer, parts: &[&str], h: Option<Hessian>) -> Result<(), TrainError> {
+    /// Whether o and down are measured once q, k and v, or gate and up, are quantized: rounding is content with what it
+    /// measured for their scales.
+    pub(super) fn walks_again(&self) -> bool {
+        !(self.settings.awq && self.settings.method == PtqMethod::Rtn)
+    }
+
+    /// Chooses the codes of the linears `parts`, whose (scaled) inputs are those of `h`, and puts the values of the codes
+    /// in their place.
+    fn choose(&mut self, layer: &mut Layer, parts: &[&str], work: &Work, h: Option<Hessian>) -> Result<(), TrainError> {
         let Some(h) = h else { return Ok(()) };
-        let factor = Factor::new(&h);
+        let factor = match self.settings.method {
+            PtqMethod::Rtn => None,
+            PtqMethod::Gptq | PtqMethod::Blockwise => Factor::new(&h),
+        };
         for (part, linear) in layer.linears_mut() {
             let module = self.module(part);
             let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
             let [n, k] = linear.weight.dims();
-            let (matrix, fit, targets) = gptq::quantize_and_targets(&linear.values(), n, k, &h, factor.as_ref(), args)
-                .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            let (matrix, mut fit, targets) =
+                gptq::quantize_and_targets(&linear.values(), n, k, &h, factor.as_ref(), args)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
             if self.settings.method == PtqMethod::Blockwise {
                 self.starts.push((part, targets));
             }
-            self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale: None });
+            if self.settings.method == PtqMethod::Rtn {
+                // Every row is rounded, and none of them for want of something better.
+                fit.plain_rows = 0;
+            }
+            let rescale = work.of(part).rescale.clone();
+            if let Some(r) = &rescale {
+                fit.rtn_error = rounding_error(&work.of(part).original, r, &h, args)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            }
+            self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale });
         }
-        Ok(())
-    }
-
-    /// Quantizes one layer by AWQ and moves the residual stream past it. Scales are fused into the norm before q, k and v
-    /// and before gate and up, into v's rows for o, into up's rows for down. A set is left unscaled where one of its
-    /// layers, or the one whose rows would change, stays in float: that one would have to change too.
-    pub(super) fn awq_layer(&mut self, mut layer: Layer) -> Result<(), TrainError> {
-        let mut work = Work::new(&layer);
-        let h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
-        self.scale_by_norm("input_layernorm", |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_ref())?;
-        let o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
-        let (heads, kv_heads, d) =
-            (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
-        self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_ref())?;
-        self.round(&mut layer, &QKV, &work, h)?;
-        self.round(&mut layer, &O, &work, o)?;
-        self.pass_attention(&layer);
-        let h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
-        let norm = "post_attention_layernorm";
-        self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_ref())?;
-        let down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
-        let ffn = self.model.intermediate_size;
-        self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_ref())?;
-        self.round(&mut layer, &GATE_UP, &work, h)?;
-        self.round(&mut layer, &DOWN, &work, down)?;
-        self.pass_mlp(&layer);
         Ok(())
     }
 
@@ -82,7 +103,7 @@ impl Run<'_> {
         parts.iter().map(|p| self.args(&self.module(p))).collect()
     }
 
-    /// Searches scales for the inputs of `parts`, which `norm` makes, and fuses them.
+    /// Searches scales for the inputs of `parts`, which `norm` makes, and fuses them; `h`, of these inputs, follows.
     fn scale_by_norm(
         &mut self,
         name: &str,
@@ -90,7 +111,7 @@ impl Run<'_> {
         work: &mut Work,
         layer: &mut Layer,
         parts: &[&'static str],
-        h: Option<&Hessian>,
+        h: Option<&mut Hessian>,
     ) -> Result<(), TrainError> {
         let (Some(h), Some(args)) = (h, self.all_args(parts)) else { return Ok(()) };
         let name = self.module(&format!("{name}.weight"));
@@ -110,12 +131,13 @@ impl Run<'_> {
         for part in parts {
             work.of_mut(part).scale(None, Some(&s));
         }
+        h.divide_inputs(&s);
         work.put(layer, parts);
         Ok(())
     }
 
     /// Searches scales for the inputs of `to`, whose values are those rows of `from` (times what does not depend on them),
-    /// and fuses them. `(heads, kv_heads, d)`: input `(h, i)` of `to` comes from row `(h / (heads / kv_heads), i)`.
+    /// and fuses them; `h`, of these inputs, follows. `(heads, kv_heads, d)`: input `(h, i)` of `to` comes from row `(h / (heads / kv_heads), i)`.
     fn scale_by_rows(
         &mut self,
         from: &'static str,
@@ -123,7 +145,7 @@ impl Run<'_> {
         (heads, kv_heads, d): (usize, usize, usize),
         work: &mut Work,
         layer: &mut Layer,
-        h: Option<&Hessian>,
+        h: Option<&mut Hessian>,
     ) -> Result<(), TrainError> {
         let (Some(h), Some(args)) = (h, self.all_args(&[to, from])) else { return Ok(()) };
         let magnitude = awq::spread(&awq::pooled(&h.mean_magnitude(), kv_heads, d), heads, d);
@@ -135,38 +157,20 @@ impl Run<'_> {
         let rows: Vec<f32> = (0..kv_heads * d).map(|i| 1.0 / s[i / d * per * d + i % d]).collect();
         work.of_mut(from).scale(Some(&rows), None);
         work.of_mut(to).scale(None, Some(&s));
+        h.divide_inputs(&s);
         work.put(layer, &[from, to]);
         Ok(())
     }
+}
 
-    /// Rounds the scaled weights of `parts` and puts the values of the codes in their place.
-    fn round(&mut self, layer: &mut Layer, parts: &[&str], work: &Work, h: Option<Hessian>) -> Result<(), TrainError> {
-        let Some(h) = h else { return Ok(()) };
-        for (part, linear) in layer.linears_mut() {
-            let module = self.module(part);
-            let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
-            let (linear_work, [n, k]) = (work.of(part), linear.weight.dims());
-            let quant = |source: QuantError| TrainError::Quant { module: module.clone(), source };
-            let round = |w: &[f32]| dsq_kernels::quantize::quantize(w, n, k, args);
-            let matrix = round(&linear.values()).map_err(quant)?;
-            linear.set_values(matrix.dequantize());
-            let plain = round(&linear_work.original).map_err(quant)?;
-            let mut done = PtqLinear { module: module.clone(), matrix, fit: None, rescale: None };
-            done.rescale = linear_work.rescale.clone();
-            let error = |values: Vec<f32>| -> f64 {
-                let errors: Vec<f32> = linear_work.original.iter().zip(values).map(|(w, v)| w - v).collect();
-                h.output_errors(&errors).iter().sum()
-            };
-            done.fit = Some(Fit {
-                error: error(done.values()),
-                rtn_error: error(plain.dequantize()),
-                dead_columns: h.dead_columns(),
-                ..Fit::default()
-            });
-            self.outcome.linears.push(done);
-        }
-        Ok(())
-    }
+/// The output error of the unscaled weight `original`, rounded to nearest, where inputs (those of `h`) and outputs are the
+/// scaled ones.
+fn rounding_error(original: &[f32], scales: &Rescale, h: &Hessian, args: QuantArgs) -> Result<f64, QuantError> {
+    let (n, k) = (scales.rows.len(), scales.columns.len());
+    let rounded = dsq_kernels::quantize::quantize(original, n, k, args)?.dequantize();
+    let mut errors: Vec<f32> = original.iter().zip(rounded).map(|(w, v)| w - v).collect();
+    scales.apply(&mut errors);
+    Ok(h.output_errors(&errors).iter().sum())
 }
 
 /// The linears of a layer under AWQ: their weights as they came, and what has been done to them.
@@ -193,10 +197,9 @@ impl LinearWork {
     }
 
     fn scaled(&self) -> Vec<f32> {
-        let Some(r) = &self.rescale else { return self.original.clone() };
-        let mut out = awq::scale_columns(&self.original, &r.columns);
-        for (row, f) in out.chunks_mut(self.size[1].max(1)).zip(&r.rows) {
-            row.iter_mut().for_each(|v| *v *= f);
+        let mut out = self.original.clone();
+        if let Some(r) = &self.rescale {
+            r.apply(&mut out);
         }
         out
     }

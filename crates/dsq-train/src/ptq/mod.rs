@@ -1,5 +1,6 @@
-//! Post-training quantization of a Llama with calibration data: GPTQ (`gptq.rs`), AWQ (`awq.rs`), and training of weights,
-//! scales and zero points on the grid, block by block and then end to end (`blockwise.rs`). But for the last, one layer of the
+//! Post-training quantization of a Llama with calibration data: AWQ's scales (`awq.rs`), and then rounding, GPTQ (`gptq.rs`)
+//! or training of weights, scales and zero points on the grid, block by block and then end to end (`blockwise.rs`). But for
+//! the last, one layer of the
 //! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
 //! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
 //! `QuantizedMatrix::quantize`), not the export.
@@ -32,10 +33,10 @@ use std::sync::Arc;
 /// How codes are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PtqMethod {
+    /// Rounded to nearest: with [`PtqSettings::awq`], AWQ; without, nothing that needs data.
+    Rtn,
     /// Column by column, each against the error of the columns before it.
     Gptq,
-    /// Rounded to nearest after input columns were scaled by the magnitude of their inputs.
-    Awq,
     /// By training, from GPTQ's codes on: see [`Tuning`].
     Blockwise,
 }
@@ -85,6 +86,12 @@ pub struct Rescale {
 }
 
 impl Rescale {
+    fn apply(&self, values: &mut [f32]) {
+        for (row, r) in values.chunks_mut(self.columns.len().max(1)).zip(&self.rows) {
+            row.iter_mut().zip(&self.columns).for_each(|(v, c)| *v *= c * r);
+        }
+    }
+
     fn undo(&self, values: &mut [f32]) {
         for (row, r) in values.chunks_mut(self.columns.len().max(1)).zip(&self.rows) {
             row.iter_mut().zip(&self.columns).for_each(|(v, c)| *v = *v / c / r);
@@ -143,21 +150,34 @@ pub struct PtqSettings<'a> {
     pub config: &'a QuantConfig,
     /// How codes are chosen.
     pub method: PtqMethod,
+    /// Whether input columns are scaled first, by the magnitude of their inputs (AWQ).
+    pub awq: bool,
     /// Dtype in which float tensors will be stored; `None`: as the source stores them.
     pub float_dtype: Option<FloatType>,
     /// For [`PtqMethod::Blockwise`].
     pub tuning: Tuning,
+    /// Text of the end-to-end steps, of the model's vocabulary; `None`: that of the calibration.
+    pub end_text: Option<&'a Calibration>,
+}
+
+impl<'a> PtqSettings<'a> {
+    /// `method` without AWQ's scales, float tensors as they are, and the usual training.
+    pub fn new(config: &'a QuantConfig, method: PtqMethod) -> Self {
+        Self { config, method, awq: false, float_dtype: None, tuning: Tuning::default(), end_text: None }
+    }
 }
 
 /// Walks of the batches through a layer: one for the inputs of each of the four sets of linears, one to pass its attention
 /// and one to pass its feed-forward block.
 const WALKS: usize = 6;
+/// Walks more where o and down are measured for AWQ's scales and once again for their codes.
+const WALKS_AGAIN: usize = 2;
 
 /// Quantizes every linear layer of `checkpoint` that the scheme names. Runs on the current rayon pool; any number of
 /// threads gives the same bits.
 ///
 /// # Errors
-/// [`TrainError::Setting`] for float-coded weights, [`TrainError::Model`] for another architecture or tensors that cannot be
+/// [`TrainError::Setting`] for codes that the method cannot choose, [`TrainError::Model`] for another architecture or tensors that cannot be
 /// read; [`TrainError::Activations`] (exit code 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
 pub fn quantize_llama(
     checkpoint: &Checkpoint,
@@ -169,34 +189,37 @@ pub fn quantize_llama(
         ModelConfig::Llama(c) => c,
         other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }.into()),
     };
-    check_integers(settings.config)?;
+    check_codes(&settings)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
     for i in 0..model.num_hidden_layers {
         run.progress.layer = i;
         let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
         match settings.method {
-            PtqMethod::Gptq => run.gptq_layer(layer)?,
-            PtqMethod::Awq => run.awq_layer(layer)?,
+            PtqMethod::Rtn | PtqMethod::Gptq => drop(run.quantize_layer(layer)?),
             PtqMethod::Blockwise => run.blockwise_layer(layer)?,
         }
     }
     run.progress.layer = model.num_hidden_layers;
     run.head()?;
     if settings.method == PtqMethod::Blockwise && settings.tuning.steps > 0 {
-        run.end_to_end(calibration)?;
+        run.end_to_end(settings.end_text.unwrap_or(calibration))?;
     }
     Ok(run.outcome)
 }
 
-/// GPTQ and AWQ choose among evenly spaced values.
-fn check_integers(config: &QuantConfig) -> Result<(), TrainError> {
+/// Refuses what a method cannot choose: training learns the scales of integer codes only, and NVFP4's layers share a global
+/// scale, which no method but plain rounding knows.
+fn check_codes(settings: &PtqSettings) -> Result<(), TrainError> {
+    let config = settings.config;
     let schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
-    match schemes.map(|s| s.weights.qtype).find(|q| q.float().is_some()) {
+    let trained = settings.method == PtqMethod::Blockwise;
+    let bad = |a: &&QuantArgs| a.has_global_scale() || trained && a.qtype.float().is_some();
+    match schemes.map(|s| &s.weights).find(bad) {
         None => Ok(()),
-        Some(q) => Err(TrainError::Setting {
+        Some(a) => Err(TrainError::Setting {
             field: "scheme".into(),
-            expected: "integer codes for GPTQ and AWQ".into(),
-            got: q.name().into(),
+            expected: if trained { "integer codes, for training" } else { "scales without a global one" }.into(),
+            got: format!("{}, {:?}", a.qtype.name(), a.granularity),
         }),
     }
 }
@@ -250,14 +273,15 @@ impl<'a> Run<'a> {
         }
         let (tuned, steps) = match settings.method {
             PtqMethod::Blockwise => (settings.tuning.walks(), settings.tuning.steps),
-            PtqMethod::Gptq | PtqMethod::Awq => (0, 0),
+            PtqMethod::Rtn | PtqMethod::Gptq => (0, 0),
         };
-        let walks =
-            model.num_hidden_layers * (WALKS + tuned) + usize::from(settings.config.scheme_for("lm_head").is_some());
+        let again = if settings.awq && settings.method != PtqMethod::Rtn { WALKS_AGAIN } else { 0 };
+        let walks = model.num_hidden_layers * (WALKS + again + tuned)
+            + usize::from(settings.config.scheme_for("lm_head").is_some());
         let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
         let float_stream = match settings.method {
             PtqMethod::Blockwise => stream.iter().map(|(_, x)| x.clone()).collect(),
-            PtqMethod::Gptq | PtqMethod::Awq => Vec::new(),
+            PtqMethod::Rtn | PtqMethod::Gptq => Vec::new(),
         };
         let (starts, latents, outcome) = (Vec::new(), Vec::new(), PtqOutcome::default());
         Ok(Self { checkpoint, model, settings, stream, float_stream, starts, latents, progress, on_progress, outcome })
@@ -348,7 +372,7 @@ impl<'a> Run<'a> {
         let w = self.checkpoint.linear(&module)?.into_f32();
         let factor = match self.settings.method {
             PtqMethod::Gptq | PtqMethod::Blockwise => Factor::new(&h),
-            PtqMethod::Awq => None,
+            PtqMethod::Rtn => None,
         };
         let (matrix, fit) = gptq_quantize(&w, n, k, &h, factor.as_ref(), args)
             .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
