@@ -28,8 +28,8 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Preset: W4A16, W8A16, W3A16, W2A16 (integers), FP8A16, FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes). A16:
-    /// activations stay float.
+    /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8 (integers), FP8A16, FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes).
+    /// A16: activations stay float; A8: they become INT8, each token on a scale of its own, found when the model runs.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
     /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
@@ -234,9 +234,11 @@ fn weight_scheme(
             None => e,
         }
     })?;
-    if scheme.activations.is_some() {
+    scheme = scheme.for_tokens();
+    if scheme.activations.is_some_and(|a| !a.is_dynamic()) {
+        let problem = "static activations need training, which `dsq quantize` does not do";
         return Err(CliError::usage(format!(
-            "{option}: activations need calibration or training, which `dsq quantize` does not do; expected a scheme that ends in A16, got {name}"
+            "{option}: {problem}; expected a scheme that ends in A16 or A8, got {name}"
         ))
         .with_hint("use a recipe: dsq train"));
     }

@@ -298,7 +298,7 @@ fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'sta
                 ..PtqSettings::new(&config, method)
             };
             let found = quantize_llama(&float, settings, &calibration, &mut |_| ())?;
-            let model = found.model(&outcome.float).map_err(dsq_train::TrainError::from)?;
+            let model = found.model(&outcome.float, &config).map_err(dsq_train::TrainError::from)?;
             Ok((name, model))
         })
         .collect()

@@ -207,7 +207,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         save_every,
     };
     qat.finish()?;
-    let quant = read_quant(root.table("quant")?)?;
+    let quant = read_quant(root.table("quant")?, false)?;
     if let Some(mut export) = root.optional_table("export")? {
         export.choice("format", &[("compressed-tensors", ())], Some(()))?;
         export.finish()?;
@@ -252,7 +252,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let learned_scales = qat_section.boolean("learned_scales", false)?.then_some(LearnedScales { rate });
     qat_section.finish()?;
 
-    let quant = read_quant(root.table("quant")?)?;
+    let quant = read_quant(root.table("quant")?, true)?;
 
     if let Some(mut export) = root.optional_table("export")? {
         export.choice("format", &[("compressed-tensors", ())], Some(()))?;
@@ -339,7 +339,8 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
     })
 }
 
-fn read_quant(mut quant: Section) -> Result<QuantSettings, CliError> {
+/// `language`: of a language model, whose activations have scales of their own for each token.
+fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliError> {
     let scheme = quant.string("scheme")?;
     let scale_dtype = quant.choice(
         "scale_dtype",
@@ -365,6 +366,9 @@ fn read_quant(mut quant: Section) -> Result<QuantSettings, CliError> {
         Pattern::new(text).map_err(|e| quant.error(e))?;
     }
     let mut scheme = QuantScheme::preset(&scheme, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    if language {
+        scheme = scheme.for_tokens();
+    }
     scheme.weights.observer = observer;
     quant.finish()?;
     Ok(QuantSettings { scheme, ignore })

@@ -8,6 +8,7 @@ mod llama_bound;
 mod model_files;
 mod parity_cnn;
 mod parity_llama;
+mod parity_tokens;
 mod ptq;
 mod regress;
 mod signals;

@@ -24,17 +24,17 @@ fn numbers(seed: u64) -> impl FnMut() -> f32 {
 }
 
 /// One case: an architecture, a scheme, and a length of text.
-struct Case {
+pub(crate) struct Case {
     seed: u64,
-    config: LlamaConfig,
-    quant: QuantConfig,
-    tokens: usize,
+    pub(crate) config: LlamaConfig,
+    pub(crate) quant: QuantConfig,
+    pub(crate) tokens: usize,
 }
 
 impl Case {
     /// The 60 seeds go through granularity x scale dtype x (tied, ignored layers, mapping, code type), sizes that only the
     /// granularity limits, and texts that end inside and at the blocks of 16 and 32 positions of the kernels.
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let pick = seed as usize;
         // (granularity; hidden, inner, heads, kv heads, head width, vocabulary)
         let sizes = [
@@ -89,7 +89,7 @@ impl Case {
 
     /// Matrices of a variance that keeps activations near 1, with some rows and columns much larger and smaller; norm
     /// weights well away from 1, some negative.
-    fn model(&self) -> Llama {
+    pub(crate) fn model(&self) -> Llama {
         // The device is the only CPU backend of this workspace; naming its type would take a dependency on Burn.
         let device = Default::default();
         let mut tensors = Llama::new(&self.config, self.seed, &device).named_tensors();
@@ -110,13 +110,13 @@ impl Case {
         Llama::from_tensors(&self.config, &device, find).unwrap()
     }
 
-    fn ids(&self, sequence: u64) -> Vec<u32> {
+    pub(crate) fn ids(&self, sequence: u64) -> Vec<u32> {
         let mut next = numbers(self.seed * 2 + sequence + 500);
         let vocab = self.config.vocab_size;
         (0..self.tokens).map(|_| (((next() + 1.0) * 0.5 * vocab as f32) as usize).min(vocab - 1) as u32).collect()
     }
 
-    fn export(&self, prepared: &Llama, converted: &[(String, QuantizedMatrix)], out: &Path) {
+    pub(crate) fn export(&self, prepared: &Llama, converted: &[(String, QuantizedMatrix)], out: &Path) {
         let tensors = prepared.named_tensors().into_iter().map(|(name, shape, data)| {
             match converted.iter().find(|c| name.strip_suffix(".weight") == Some(&c.0)) {
                 Some((module, matrix)) => ExportTensor::Linear {
@@ -134,7 +134,7 @@ impl Case {
     }
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
@@ -154,7 +154,11 @@ fn packed_rows(matrix: &QuantizedMatrix) -> Vec<f32> {
 
 /// Compares the folder with what was to be exported, exactly: scheme, codes, scales, zero points; the grid point of every
 /// weight in the four places that hold it; every float tensor. The first difference, by name.
-fn compare(ckpt: &Checkpoint, prepared: &Llama, converted: &[(String, QuantizedMatrix)]) -> Result<(), String> {
+pub(crate) fn compare(
+    ckpt: &Checkpoint,
+    prepared: &Llama,
+    converted: &[(String, QuantizedMatrix)],
+) -> Result<(), String> {
     let differs = |name: &str, what: &str| Err(format!("{name}: {what}"));
     for (name, layer) in prepared.linears() {
         let read = ckpt.linear(&name).map_err(|e| e.to_string())?;

@@ -5,7 +5,7 @@ use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
 use crate::json::{parse_json, read_bounded, read_json};
-use crate::packed::{StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
+use crate::packed::{DiskFormat, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
 use crate::quantization::QuantizationConfig;
 use crate::tensor::floats_from_bytes;
 use crate::{CheckpointError, Dtype, Fault, ModelConfig, TensorInfo};
@@ -205,12 +205,12 @@ impl Checkpoint {
 
     /// Whether the weight of a module is stored as compressed-tensors codes.
     pub fn is_quantized(&self, module: &str) -> bool {
-        self.info(&format!("{module}.weight_packed")).is_some() || self.is_fp8(module)
+        self.info(&format!("{module}.weight_packed")).is_some() || self.is_codes(module)
     }
 
-    /// Whether a module's `weight` holds FP8 codes, which mean nothing without their scale.
-    fn is_fp8(&self, module: &str) -> bool {
-        matches!(self.dtype(&format!("{module}.weight")), Some(Dtype::F8E4m3 | Dtype::F8E5m2))
+    /// Whether a module's `weight` holds FP8 or INT8 codes, which mean nothing without their scale.
+    fn is_codes(&self, module: &str) -> bool {
+        matches!(self.dtype(&format!("{module}.weight")), Some(Dtype::F8E4m3 | Dtype::F8E5m2 | Dtype::I8))
     }
 
     /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding.
@@ -243,12 +243,18 @@ impl Checkpoint {
         if self.info(&name).is_none() { Ok(None) } else { self.read_f32(&name).map(Some) }
     }
 
+    /// Quantization of a module's input for each token, when it runs: its scheme, by the quantization config.
+    pub fn dynamic_activation(&self, module: &str) -> Option<QuantArgs> {
+        self.group_args(module).and_then(|(_, a)| a).filter(QuantArgs::is_dynamic)
+    }
+
     /// Static quantization of a module's input: scheme, scale and zero point (`input_scale`, `input_zero_point`).
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] when the config calls for them and they are absent or cannot be used.
     pub fn activation(&self, module: &str) -> Result<Option<(QuantArgs, QParams)>, CheckpointError> {
-        let Some(mut args) = self.group_args(module).and_then(|(_, a)| a) else { return Ok(None) };
+        let args = self.group_args(module).and_then(|(_, a)| a).filter(|a| !a.is_dynamic());
+        let Some(mut args) = args else { return Ok(None) };
         let name = format!("{module}.input_scale");
         let scale = self.one(&name, |dtype| dtype.float().is_some())?;
         args.scale_dtype = scale.0.float().unwrap_or_default();
@@ -291,13 +297,14 @@ impl Checkpoint {
 
     fn quantized(&self, module: &str) -> Result<QuantizedMatrix, CheckpointError> {
         let name = |suffix: &str| format!("{module}.{suffix}");
-        let Some((mut args, _)) = self.group_args(module) else {
+        let Some((mut args, inputs)) = self.group_args(module) else {
             let problem = "codes of a module that quantization_config does not name; expected a scheme, got none";
-            return Err(self.invalid(&name(if self.is_fp8(module) { "weight" } else { "weight_packed" }), problem));
+            return Err(self.invalid(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }), problem));
         };
-        let [n, k, rank] = self.quantized_shape(module, &args)?;
+        let format = DiskFormat::of(&args, inputs.as_ref());
+        let [n, k, rank] = self.quantized_shape(module, format, &args)?;
         args.scale_shape(n, k).map_err(|e| CheckpointError::invalid(&self.path, module, e.to_string()))?;
-        for e in expected_tensors(&args, n, k, rank) {
+        for e in expected_tensors(format, &args, n, k, rank) {
             let name = name(e.suffix);
             let info = self.info(&name).ok_or_else(|| self.missing(&name))?;
             let float = self.dtype(&name).is_some_and(|d| d.float().is_some());
@@ -315,28 +322,34 @@ impl Checkpoint {
             false => None,
             true => Some(self.read_f32(&name("weight_global_scale"))?[0]),
         };
-        let (_, bytes) = self.read_stored(&name(if self.is_fp8(module) { "weight" } else { "weight_packed" }))?;
-        let codes = unpack_codes(&args, n, k, &bytes);
+        let (_, bytes) = self.read_stored(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }))?;
+        let codes = unpack_codes(format, &args, n, k, &bytes);
         unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global)
     }
 
     /// Rows, columns and number of dimensions of a quantized weight: what `weight_shape` says, or the codes where there is
     /// none.
-    fn quantized_shape(&self, module: &str, args: &QuantArgs) -> Result<[usize; 3], CheckpointError> {
+    fn quantized_shape(
+        &self,
+        module: &str,
+        format: Option<DiskFormat>,
+        args: &QuantArgs,
+    ) -> Result<[usize; 3], CheckpointError> {
         let name = |suffix: &str| format!("{module}.{suffix}");
         let (from, shape) = match args.qtype.float() {
-            None => {
+            None if format != Some(DiskFormat::IntQuantized) => {
                 let shape = self.ints::<8>(&name("weight_shape"), Dtype::I64)?;
                 let shape = shape.into_iter().map(|b| i64::from_le_bytes(b).try_into().unwrap_or(usize::MAX));
                 (name("weight_shape"), shape.collect::<Vec<usize>>())
             }
-            Some(f) => {
-                let from = name(if f.bits() == 8 { "weight" } else { "weight_packed" });
+            float => {
+                let bits = float.map_or(8, |f| f.bits());
+                let from = name(if bits == 8 { "weight" } else { "weight_packed" });
                 let mut shape = self.info(&from).ok_or_else(|| self.missing(&from))?.shape;
                 if shape.len() != 2 {
                     return Err(self.invalid(&from, format!("expected a matrix, got shape {shape:?}")));
                 }
-                shape[1] = shape[1].saturating_mul(8 / f.bits());
+                shape[1] = shape[1].saturating_mul(8 / bits);
                 (from, shape)
             }
         };
@@ -362,7 +375,7 @@ impl Checkpoint {
             return Ok(StoredZeros::None);
         }
         if self.dtype(&name) == Some(Dtype::I8) {
-            return Ok(StoredZeros::One(self.read_stored(&name)?.1[0] as i8));
+            return Ok(StoredZeros::Plain(self.read_stored(&name)?.1.into_iter().map(|b| b as i8).collect()));
         }
         let words = self.ints::<4>(&name, Dtype::I32)?.into_iter().map(i32::from_le_bytes).collect();
         Ok(StoredZeros::Packed(words))

@@ -4,7 +4,7 @@
 use crate::checkpoint::hex_sha256;
 use crate::config::fields::show;
 use crate::json::read_json;
-use crate::packed::{WEIGHT_PARTS, expected_tensors};
+use crate::packed::{DiskFormat, WEIGHT_PARTS, expected_tensors};
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
 use dsq_quant::Mapping;
 use serde_json::Value;
@@ -102,7 +102,8 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         problems.push((spec.module.clone(), e.to_string()));
         return;
     }
-    let expected = expected_tensors(&group.weights, n, k, spec.shape.len());
+    let format = DiskFormat::of(&group.weights, group.activations.as_ref());
+    let expected = expected_tensors(format, &group.weights, n, k, spec.shape.len());
     for e in &expected {
         let (name, wanted) = (name(e.suffix), e.dtype.map_or("F32, F16 or BF16", Dtype::name));
         let problem = match ckpt.info(&name) {
@@ -126,7 +127,7 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
             problems.push((name(suffix), what));
         }
     }
-    if let Some(activations) = &group.activations {
+    if let Some(activations) = group.activations.as_ref().filter(|a| !a.is_dynamic()) {
         let (scale, zero) = (name("input_scale"), name("input_zero_point"));
         expect_one(ckpt, &scale, problems);
         if activations.mapping == Mapping::Asymmetric {

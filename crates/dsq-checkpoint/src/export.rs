@@ -171,12 +171,12 @@ pub fn export_folder(
     for layer in &layers {
         check_layer(out, layer, scheme)?;
     }
-    let packed: Vec<Vec<NamedTensor>> = layers.iter().map(packed_tensors).collect();
+    let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(l, scheme)).collect();
     let mut to_write: Vec<Pending> = layers.iter().zip(&packed).flat_map(|(l, tensors)| pending(l, tensors)).collect();
     sort(&mut to_write);
     check_pending(out, &to_write)?;
     let weights_size = file_size(&to_write);
-    let files = folder_files(out, config, &layers, aux)?;
+    let files = folder_files(out, config, &layers, scheme, aux)?;
     // The proof grows with the number of tensors; 1 KiB a tensor is more than it needs.
     let needed = weights_size + files.iter().map(|(_, b)| b.len() as u64).sum::<u64>() + 1024 * layers.len() as u64;
     let mut writer = FolderWriter::create(out, overwrite, needed)?;
@@ -184,7 +184,7 @@ pub fn export_folder(
     for (name, bytes) in &files {
         writer.file(name, bytes)?;
     }
-    let mut proof = prove(&writer, out, config, &layers, &packed, &files)?;
+    let mut proof = prove(&writer, out, config, &layers, scheme, &packed, &files)?;
     let stored: u64 = proof.bytes.values().sum();
     proof.bytes.insert("header", weights_size - stored);
     proof.tensors.extend(dropped);
@@ -268,7 +268,7 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
                     matrix.n, matrix.k
                 ));
             }
-            if DiskFormat::of(&matrix.args).is_none() {
+            if DiskFormat::of(&matrix.args, None).is_none() {
                 let name = matrix.args.qtype.name();
                 return usage(format!("compressed-tensors has no format for {name} weights; expected another scheme"));
             }
@@ -282,7 +282,11 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
             let Some(QuantScheme { weights, activations }) = scheme.and_then(|s| s.scheme_for(module)) else {
                 return usage("quantized, though the scheme leaves it in float; expected floats, got codes".into());
             };
-            let given = activation.map(|(a, _)| a);
+            // What is found when the model runs is given by nobody.
+            let given = activation.map(|(a, _)| a).or(activations.filter(QuantArgs::is_dynamic));
+            if activation.is_some_and(|(a, _)| a.is_dynamic()) {
+                return usage("activations of each token have no stored scale; expected none, got one".into());
+            }
             if *weights != matrix.args || *activations != given {
                 return usage(format!(
                     "does not follow the scheme; expected {weights:?} and {activations:?}, got {:?} and {given:?}",
@@ -295,9 +299,10 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
 }
 
 /// The stored tensors of a quantized module; nothing for the others.
-fn packed_tensors(layer: &ExportTensor) -> Vec<NamedTensor> {
+fn packed_tensors(layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Vec<NamedTensor> {
     let ExportTensor::Linear { module, shape, matrix, activation, .. } = layer else { return Vec::new() };
-    let mut out = pack(module, shape, matrix);
+    let inputs = scheme.and_then(|s| s.scheme_for(module)).and_then(|s| s.activations);
+    let mut out = pack(module, shape, matrix, inputs.as_ref());
     if let Some((args, p)) = activation {
         let one = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
         let scale = TensorData::Float { shape: vec![1], data: vec![p.scale], dtype: args.scale_dtype };
@@ -329,6 +334,7 @@ fn folder_files(
     out: &Path,
     config: &ModelConfig,
     layers: &[ExportTensor],
+    scheme: Option<&QuantConfig>,
     aux: Vec<(String, Vec<u8>)>,
 ) -> Result<Vec<(String, Vec<u8>)>, CheckpointError> {
     let mut value = config.to_json();
@@ -342,7 +348,7 @@ fn folder_files(
         };
         map.insert("dtype".into(), json!(name));
         map.insert("torch_dtype".into(), json!(name));
-        if let Some(q) = quantization_value(config, layers) {
+        if let Some(q) = quantization_value(config, layers, scheme) {
             map.insert("quantization_config".into(), q);
         }
     }
@@ -381,13 +387,13 @@ fn main_dtype(layers: &[ExportTensor]) -> FloatType {
     FloatType::ALL[best]
 }
 
-fn quantization_value(config: &ModelConfig, layers: &[ExportTensor]) -> Option<Value> {
+fn quantization_value(config: &ModelConfig, layers: &[ExportTensor], scheme: Option<&QuantConfig>) -> Option<Value> {
     let mut groups: Vec<(QuantArgs, Option<QuantArgs>, Vec<String>)> = Vec::new();
     let mut quantized = Vec::new();
     for layer in layers {
-        let ExportTensor::Linear { module, matrix, activation, .. } = layer else { continue };
+        let ExportTensor::Linear { module, matrix, .. } = layer else { continue };
         quantized.push(module.as_str());
-        let key = (matrix.args, activation.map(|(a, _)| a));
+        let key = (matrix.args, scheme.and_then(|s| s.scheme_for(module)).and_then(|s| s.activations));
         match groups.iter_mut().find(|(w, a, _)| (*w, *a) == key) {
             Some((_, _, modules)) => modules.push(module.clone()),
             None => groups.push((key.0, key.1, vec![module.clone()])),
@@ -411,6 +417,7 @@ fn prove(
     out: &Path,
     config: &ModelConfig,
     layers: &[ExportTensor],
+    scheme: Option<&QuantConfig>,
     packed: &[Vec<NamedTensor>],
     files: &[(String, Vec<u8>)],
 ) -> Result<Proof, CheckpointError> {
@@ -469,7 +476,9 @@ fn prove(
                 let LinearWeight::Quantized(back) = ckpt.linear(module)? else { return differs(module) };
                 let values = back.dequantize();
                 let same = values.iter().zip(matrix.dequantize()).all(|(a, b)| a.to_bits() == b.to_bits());
-                if back != *matrix || !same || ckpt.activation(module)? != *activation {
+                let inputs = scheme.and_then(|s| s.scheme_for(module)).and_then(|s| s.activations);
+                let dynamic = ckpt.dynamic_activation(module) == inputs.filter(QuantArgs::is_dynamic);
+                if back != *matrix || !same || !dynamic || ckpt.activation(module)? != *activation {
                     return differs(module);
                 }
                 quantized_bits += layer_bits;
@@ -546,18 +555,18 @@ mod tests {
                 ExportTensor::Float { name, shape: spec.shape, data, dtype: FloatType::Bf16 }
             })
             .collect();
-        let packed: Vec<Vec<NamedTensor>> = layers.iter().map(packed_tensors).collect();
+        let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(l, None)).collect();
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("m");
         let aux = vec![("tokenizer.json".to_owned(), b"{}".to_vec())];
-        let files = folder_files(&out, &config, &layers, aux).unwrap();
+        let files = folder_files(&out, &config, &layers, None, aux).unwrap();
         let mut writer = FolderWriter::create(&out, false, 0).unwrap();
         let tensors = || layers.iter().zip(&packed).flat_map(|(l, t)| pending(l, t)).collect::<Vec<_>>();
         writer.pending(WEIGHTS, tensors()).unwrap();
         for (name, bytes) in &files {
             writer.file(name, bytes).unwrap();
         }
-        let proven = |files: &[(String, Vec<u8>)]| prove(&writer, &out, &config, &layers, &packed, files).is_ok();
+        let proven = |files: &[(String, Vec<u8>)]| prove(&writer, &out, &config, &layers, None, &packed, files).is_ok();
         assert!(proven(&files));
         let path = writer.path().join(WEIGHTS);
         let whole = std::fs::read(&path).unwrap();

@@ -4,6 +4,8 @@
 //! - `pack-quantized` (INT): `weight_packed` I32 `[n, words]`, `weight_scale`, `weight_zero_point` if asymmetric,
 //!   `weight_shape` I64. A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers
 //!   in `weight_shape`; the Python package packs linear layers only.
+//! - `int-quantized` (INT behind activations that are quantized for each token): `weight` I8 `[n, k]`, a code in each byte,
+//!   `weight_scale`, `weight_zero_point` I8 of the shape of the scales if asymmetric.
 //! - `float-quantized` (FP8 E4M3): `weight` F8_E4M3 `[n, k]`, `weight_scale` `[1]`, `[n, 1]` or the blocks down and across.
 //! - `nvfp4-pack-quantized`: `weight_packed` U8 `[n, k / 2]`, the even column in the low nibble, `weight_scale` F8_E4M3
 //!   `[n, k / 16]`, `weight_global_scale` F32 `[1]`, a divisor.
@@ -20,15 +22,21 @@ use std::path::Path;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskFormat {
     PackQuantized,
+    IntQuantized,
     FloatQuantized,
     Nvfp4,
     Mxfp4,
 }
 
 impl DiskFormat {
-    /// The format of a scheme; `None` when compressed-tensors has none for it.
-    pub(crate) fn of(args: &QuantArgs) -> Option<Self> {
+    /// The format of weights and what their inputs are quantized to; `None` when compressed-tensors has none for it. Servers
+    /// take packed integers for weights with float inputs, whatever the config says of these.
+    pub(crate) fn of(args: &QuantArgs, inputs: Option<&QuantArgs>) -> Option<Self> {
+        let dynamic = inputs.is_some_and(QuantArgs::is_dynamic);
         match (args.qtype, args.scale_dtype) {
+            (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) if dynamic => {
+                Some(Self::IntQuantized)
+            }
             (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) => Some(Self::PackQuantized),
             (QuantType::Fp8E4M3, _) => Some(Self::FloatQuantized),
             (QuantType::Fp4E2M1, FloatType::F8E8M0) => Some(Self::Mxfp4),
@@ -41,6 +49,7 @@ impl DiskFormat {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::PackQuantized => "pack-quantized",
+            Self::IntQuantized => "int-quantized",
             Self::FloatQuantized => "float-quantized",
             Self::Nvfp4 => "nvfp4-pack-quantized",
             Self::Mxfp4 => "mxfp4-pack-quantized",
@@ -69,10 +78,23 @@ pub(crate) const WEIGHT_PARTS: [&str; 6] =
     ["weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape"];
 
 /// The tensors of an `[n, k]` weight of `rank` dimensions (2 for a linear layer). The shape was checked against `args`.
-pub(crate) fn expected_tensors(args: &QuantArgs, n: usize, k: usize, rank: usize) -> Vec<Expected> {
+pub(crate) fn expected_tensors(
+    format: Option<DiskFormat>,
+    args: &QuantArgs,
+    n: usize,
+    k: usize,
+    rank: usize,
+) -> Vec<Expected> {
     let one = |suffix, dtype, shape: &[usize]| Expected { suffix, dtype, shape: shape.to_vec() };
     let scale = stored_scale_shape(args, n, k);
-    match DiskFormat::of(args) {
+    match format {
+        Some(DiskFormat::IntQuantized) => {
+            let mut out = vec![one("weight", Some(Dtype::I8), &[n, k]), one("weight_scale", None, &scale)];
+            if args.mapping == Mapping::Asymmetric {
+                out.push(one("weight_zero_point", Some(Dtype::I8), &scale));
+            }
+            out
+        }
         Some(DiskFormat::PackQuantized) => {
             let words = packed_words(k, args.qtype.bits());
             let mut out = vec![
@@ -101,10 +123,16 @@ pub(crate) fn expected_tensors(args: &QuantArgs, n: usize, k: usize, rank: usize
     }
 }
 
-/// The tensors that store `matrix` of `module`, whose weight has `shape` (its first dimension `n`, the others `k`). None for
+/// The tensors that store `matrix` of `module`, whose inputs are quantized to `inputs` and whose weight has `shape` (its first dimension `n`, the others `k`). None for
 /// a matrix that has no [`DiskFormat`].
-pub(crate) fn pack(module: &str, shape: &[usize], matrix: &QuantizedMatrix) -> Vec<NamedTensor> {
-    let mut out: Vec<NamedTensor> = expected_tensors(&matrix.args, matrix.n, matrix.k, shape.len())
+pub(crate) fn pack(
+    module: &str,
+    shape: &[usize],
+    matrix: &QuantizedMatrix,
+    inputs: Option<&QuantArgs>,
+) -> Vec<NamedTensor> {
+    let format = DiskFormat::of(&matrix.args, inputs);
+    let mut out: Vec<NamedTensor> = expected_tensors(format, &matrix.args, matrix.n, matrix.k, shape.len())
         .into_iter()
         .map(|e| NamedTensor { name: format!("{module}.{}", e.suffix), data: stored(matrix, shape, e) })
         .collect();
@@ -117,6 +145,7 @@ fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> Tens
     let Expected { suffix, dtype, shape } = e;
     let bytes = |codes: &[i8]| codes.iter().map(|&c| c as u8).collect::<Vec<u8>>();
     match (suffix, dtype) {
+        ("weight", Some(Dtype::I8)) => TensorData::I8 { shape, data: matrix.codes.clone() },
         ("weight", _) => TensorData::Raw { shape, bytes: bytes(&matrix.codes), dtype: Dtype::F8E4m3 },
         ("weight_packed", Some(Dtype::U8)) => {
             // k is a multiple of the group, so a pair of codes never straddles rows.
@@ -134,14 +163,16 @@ fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> Tens
         ("weight_global_scale", _) => {
             TensorData::Float { shape, data: matrix.global_scale.into_iter().collect(), dtype: FloatType::F32 }
         }
+        ("weight_zero_point", Some(Dtype::I8)) => TensorData::I8 { shape, data: matrix.zeros.clone() },
         ("weight_zero_point", _) => pack_zeros(matrix),
         (_, _) => TensorData::I64 { shape, data: weight_shape.iter().map(|&d| d as i64).collect() },
     }
 }
 
 /// Codes out of the bytes of `weight` or `weight_packed`.
-pub(crate) fn unpack_codes(args: &QuantArgs, n: usize, k: usize, bytes: &[u8]) -> Vec<i8> {
+pub(crate) fn unpack_codes(format: Option<DiskFormat>, args: &QuantArgs, n: usize, k: usize, bytes: &[u8]) -> Vec<i8> {
     match args.qtype.float() {
+        None if format == Some(DiskFormat::IntQuantized) => bytes.iter().map(|&b| b as i8).collect(),
         Some(MiniFloat::E2M1) => bytes.iter().flat_map(|&b| [(b & 15) as i8, (b >> 4) as i8]).collect(),
         Some(_) => bytes.iter().map(|&b| b as i8).collect(),
         None => {
@@ -164,12 +195,9 @@ pub(crate) fn unpack_scales(bytes: &[u8], dtype: FloatType) -> Vec<f32> {
     }
 }
 
-/// Zero points: I8 `[1]` for one tensor, else I32 packed along the rows, `[ceil(n * bits / 32), groups]`.
+/// Zero points packed along the rows, `[ceil(n * bits / 32), groups]`.
 fn pack_zeros(matrix: &QuantizedMatrix) -> TensorData {
     let bits = matrix.args.qtype.bits();
-    if matrix.args.granularity == Granularity::PerTensor {
-        return TensorData::I8 { shape: vec![1], data: matrix.zeros.clone() };
-    }
     let n = matrix.n;
     let groups = matrix.zeros.len().checked_div(n).unwrap_or(0);
     let rows = packed_words(n, bits);
@@ -187,7 +215,7 @@ fn pack_zeros(matrix: &QuantizedMatrix) -> TensorData {
 fn stored_scale_shape(args: &QuantArgs, n: usize, k: usize) -> Vec<usize> {
     match args.granularity {
         Granularity::PerTensor => vec![1],
-        Granularity::PerChannel => vec![n, 1],
+        Granularity::PerChannel | Granularity::PerToken => vec![n, 1],
         Granularity::PerGroup(g) => vec![n, k.checked_div(g).unwrap_or(0)],
         Granularity::PerBlock(r, c) => vec![n.div_ceil(r.max(1)), k.div_ceil(c.max(1))],
     }
@@ -219,7 +247,7 @@ pub(crate) fn unpack(
     let bits = args.qtype.bits();
     let zeros = match zeros {
         StoredZeros::None => Vec::new(),
-        StoredZeros::One(z) => vec![*z],
+        StoredZeros::Plain(zeros) => zeros.clone(),
         StoredZeros::Packed(words) => {
             let groups = scales.len().checked_div(n).unwrap_or(0);
             let mut out = vec![0i8; n * groups];
@@ -241,8 +269,8 @@ pub(crate) fn unpack(
 pub(crate) enum StoredZeros {
     /// Symmetric.
     None,
-    /// One for the tensor.
-    One(i8),
+    /// One in each byte: of a whole tensor, or unpacked.
+    Plain(Vec<i8>),
     /// Packed along the rows.
     Packed(Vec<i32>),
 }
@@ -294,7 +322,7 @@ mod tests {
 
     /// Every stored tensor of `q` is byte for byte that of the case, and there is no other; and the way back gives `q`.
     fn assert_stored(file: &SafetensorsFile, name: &str, q: &QuantizedMatrix, also: usize) {
-        let ours = pack("m", &[q.n, q.k], q);
+        let ours = pack("m", &[q.n, q.k], q, None);
         let prefix = format!("{name}.");
         let theirs = file.names().filter(|t| t.strip_prefix(&prefix).is_some_and(|part| !part.contains('.'))).count();
         assert_eq!(ours.iter().filter(|t| t.name != "m.weight_shape").count() + also, theirs, "{name}");
@@ -309,12 +337,14 @@ mod tests {
         let codes = if part("weight").is_some() { "weight" } else { "weight_packed" };
         let zeros = match part("weight_zero_point").map(|t| &t.data) {
             Some(TensorData::I32 { data, .. }) => StoredZeros::Packed(data.clone()),
-            Some(TensorData::I8 { data, .. }) => StoredZeros::One(data[0]),
+            Some(TensorData::I8 { data, .. }) => StoredZeros::Plain(data.clone()),
             _ => StoredZeros::None,
         };
         let global = part("weight_global_scale").map(|t| unpack_scales(&t.data.to_bytes(), FloatType::F32)[0]);
-        let (codes, scales) =
-            (unpack_codes(&q.args, q.n, q.k, &bytes(codes)), unpack_scales(&bytes("weight_scale"), q.args.scale_dtype));
+        let (codes, scales) = (
+            unpack_codes(DiskFormat::of(&q.args, None), &q.args, q.n, q.k, &bytes(codes)),
+            unpack_scales(&bytes("weight_scale"), q.args.scale_dtype),
+        );
         let back = unpack(Path::new("f"), "m", q.args, [q.n, q.k], codes, scales, &zeros, global).unwrap();
         assert_eq!(back, *q, "{name}");
     }

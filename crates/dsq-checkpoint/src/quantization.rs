@@ -32,7 +32,7 @@ pub struct QuantizationGroup {
     targets: Vec<Target>,
     /// The weights; `scale_dtype` is F32 here unless it is one byte: the stored scale's own dtype decides.
     pub weights: QuantArgs,
-    /// Static input activations.
+    /// Input activations, static or for each token.
     pub activations: Option<QuantArgs>,
 }
 
@@ -113,9 +113,9 @@ impl QuantizationConfig {
     /// Never for what this crate writes; a scheme that compressed-tensors cannot name is a usage error.
     pub(crate) fn to_value(groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)], ignore: &[String]) -> Value {
         let mut map = Map::new();
-        let format_of = |args: &QuantArgs| DiskFormat::of(args).map(DiskFormat::name);
-        let mut format = groups.first().and_then(|(w, ..)| format_of(w));
-        if groups.iter().any(|(w, ..)| format_of(w) != format) {
+        let format_of = |w: &QuantArgs, a: &Option<QuantArgs>| DiskFormat::of(w, a.as_ref()).map(DiskFormat::name);
+        let mut format = groups.first().and_then(|(w, a, _)| format_of(w, a));
+        if groups.iter().any(|(w, a, _)| format_of(w, a) != format) {
             format = Some(MIXED_PRECISION);
         }
         for (i, (weights, activations, modules)) in groups.iter().enumerate() {
@@ -124,7 +124,7 @@ impl QuantizationConfig {
                 "weights": args_value(weights),
                 "input_activations": activations.as_ref().map(args_value),
                 "output_activations": null,
-                "format": format_of(weights),
+                "format": format_of(weights, activations),
             });
             map.insert(format!("group_{i}"), group);
         }
@@ -148,18 +148,18 @@ impl QuantizationGroup {
         let targets = targets(&f, "targets", &target_texts)?;
         let weights = f.required("weights", Ok(f.get("weights")))?;
         let weights = parse_args(&Fields::new(weights, file, &f.path("weights"))?, false)?;
+        let activations = match f.get("input_activations") {
+            None => None,
+            Some(v) => Some(parse_args(&Fields::new(v, file, &f.path("input_activations"))?, true)?),
+        };
         let format = f.string("format")?.unwrap_or(default_format);
-        let expected = DiskFormat::of(&weights).filter(|d| !d.is_called(format));
+        let expected = DiskFormat::of(&weights, activations.as_ref()).filter(|d| !d.is_called(format));
         if let Some(expected) = expected {
             let key = if f.has("format") { f.path("format") } else { "quantization_config.format".into() };
             let problem =
                 format!("expected {:?} for {} weights, got {format:?}", expected.name(), weights.qtype.name());
             return Err(CheckpointError::invalid(file, key, problem));
         }
-        let activations = match f.get("input_activations") {
-            None => None,
-            Some(v) => Some(parse_args(&Fields::new(v, file, &f.path("input_activations"))?, true)?),
-        };
         if let Some(v) = f.get("output_activations") {
             return Err(f.error("output_activations", format!("not supported; expected null, got {}", show(v))));
         }
@@ -214,6 +214,7 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
     let granularity = match (strategy, group_size) {
         ("tensor", None) => Granularity::PerTensor,
         ("channel", None | Some(-1)) => Granularity::PerChannel,
+        ("token", None) if activation => Granularity::PerToken,
         ("group", Some(g)) if g > 0 => Granularity::PerGroup(g as usize),
         ("tensor_group", Some(g)) if g > 0 && qtype == QuantType::Fp4E2M1 => Granularity::PerGroup(g as usize),
         ("group" | "tensor_group", g) => {
@@ -221,7 +222,7 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
             return Err(f.error("group_size", format!("expected at least 1 for strategy {strategy:?}, got {got}")));
         }
         ("block", None) => block_of(f)?,
-        ("tensor" | "channel" | "block", Some(g)) => {
+        ("tensor" | "channel" | "block" | "token", Some(g)) if activation || strategy != "token" => {
             return Err(f.error("group_size", format!("expected null for strategy {strategy:?}, got {g}")));
         }
         _ => {
@@ -229,10 +230,18 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
             return Err(f.error("strategy", format!("expected {known}, got {strategy:?}")));
         }
     };
-    if activation && granularity != Granularity::PerTensor {
-        return Err(f.error("strategy", format!("expected \"tensor\" for input activations, got {strategy:?}")));
+    if activation && !matches!(granularity, Granularity::PerTensor | Granularity::PerToken) {
+        let problem = format!("expected \"tensor\" or \"token\" for input activations, got {strategy:?}");
+        return Err(f.error("strategy", problem));
     }
-    f.only("dynamic", &Value::Bool(false), "scales are static")?;
+    if granularity == Granularity::PerToken {
+        if f.boolean("dynamic")? != Some(true) {
+            let got = f.get("dynamic").map_or("nothing".into(), show);
+            return Err(f.error("dynamic", format!("expected true for strategy \"token\", got {got}")));
+        }
+    } else {
+        f.only("dynamic", &Value::Bool(false), "scales are static")?;
+    }
     if !matches!(granularity, Granularity::PerBlock(..)) {
         f.only("block_structure", &Value::Null, "the strategy is not \"block\"")?;
     }
@@ -293,6 +302,7 @@ fn args_value(args: &QuantArgs) -> Value {
         Granularity::PerGroup(g) if args.has_global_scale() => ("tensor_group", Some(g)),
         Granularity::PerGroup(g) => ("group", Some(g)),
         Granularity::PerBlock(..) => ("block", None),
+        Granularity::PerToken => ("token", None),
     };
     let mut value = json!({
         "num_bits": args.qtype.bits(),
@@ -300,10 +310,11 @@ fn args_value(args: &QuantArgs) -> Value {
         "symmetric": args.mapping == Mapping::Symmetric,
         "strategy": strategy,
         "group_size": group_size,
-        "dynamic": false,
+        "dynamic": args.is_dynamic(),
         "observer": match args.observer {
-            WeightObserver::MinMax => "minmax",
-            WeightObserver::Mse => "mse",
+            _ if args.is_dynamic() => None,
+            WeightObserver::MinMax => Some("minmax"),
+            WeightObserver::Mse => Some("mse"),
         },
     });
     if let Granularity::PerBlock(rows, columns) = args.granularity {

@@ -22,13 +22,16 @@ pub struct Linear {
     codes: bool,
     #[module(skip)]
     quant: Option<QuantArgs>,
+    /// How the input is put on a grid, token by token.
+    #[module(skip)]
+    inputs: Option<QuantArgs>,
 }
 
 impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        Self { weight, grid: None, codes: false, quant: None }
+        Self { weight, grid: None, codes: false, quant: None, inputs: None }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -53,6 +56,16 @@ impl Linear {
         self.quant = quant;
         self.grid = None;
         self.codes = false;
+    }
+
+    /// Switches fake quantization of the input on (a scale for each token, [`QuantArgs::is_dynamic`]) or off.
+    pub fn set_inputs(&mut self, inputs: Option<QuantArgs>) {
+        self.inputs = inputs;
+    }
+
+    /// Whether, and how, the layer sees its input on a grid.
+    pub fn inputs(&self) -> Option<&QuantArgs> {
+        self.inputs.as_ref()
     }
 
     /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
@@ -129,8 +142,30 @@ impl Linear {
 
     /// `x [.., k]` to `[.., n]`.
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.multiply(self.input(x))
+    }
+
+    /// `x [.., k]` as the layer multiplies it: each token on its own grid when fake quantization of the input is on.
+    fn input<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        let Some(args) = &self.inputs else { return x };
+        let dims = x.dims();
+        let k = dims[D - 1];
+        let rows = dims[..D - 1].iter().product();
+        fake_quant_weight(x.reshape([rows, k]), args).reshape(dims)
+    }
+
+    fn multiply<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         ops::linear::linear(x, self.effective_weight())
     }
+}
+
+/// The outputs of layers that read one tensor `x [.., k]`; where they take it in one form, it is made once.
+pub(crate) fn forward_many<const D: usize, const N: usize>(layers: [&Linear; N], x: Tensor<D>) -> [Tensor<D>; N] {
+    if layers.iter().all(|l| l.inputs == layers[0].inputs) {
+        let x = layers[0].input(x);
+        return layers.map(|l| l.multiply(x.clone()));
+    }
+    layers.map(|l| l.forward(x.clone()))
 }
 
 /// RMSNorm over the last dimension.
@@ -201,7 +236,7 @@ pub struct SwiGlu {
 impl SwiGlu {
     /// The input `[.., ffn]` of `down`, from `x [.., d]`: `silu(gate(x)) * up(x)`.
     pub fn inner<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let gate = self.gate_proj.forward(x.clone());
-        ops::swiglu::silu_mul(gate, self.up_proj.forward(x))
+        let [gate, up] = forward_many([&self.gate_proj, &self.up_proj], x);
+        ops::swiglu::silu_mul(gate, up)
     }
 }

@@ -1,7 +1,7 @@
 //! The Llama family with gradients, in the names of Hugging Face `transformers`: RMSNorm, grouped-query attention with
 //! rotary positions (half a head apart), SwiGLU, tied or untied output. Not a tokenizer and not text generation.
 
-use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu};
+use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu, forward_many};
 use crate::ops;
 use crate::{IGNORED, ModelError, Teacher};
 use burn::module::{Module, ModuleVisitor, Param};
@@ -71,7 +71,11 @@ impl Layer {
     /// As [`Llama::from_checkpoint`].
     pub fn from_checkpoint(checkpoint: &Checkpoint, i: usize, device: &Device) -> Result<Self, ModelError> {
         let config = llama_config(checkpoint)?;
-        Self::build(config, i, device, &mut |name, shape| stored(checkpoint, name, shape))
+        let mut layer = Self::build(config, i, device, &mut |name, shape| stored(checkpoint, name, shape))?;
+        for (part, linear) in layer.linears_mut() {
+            linear.set_inputs(checkpoint.dynamic_activation(&format!("model.layers.{i}.{part}")));
+        }
+        Ok(layer)
     }
 
     /// Asks `values` for every tensor of layer `i`.
@@ -131,7 +135,7 @@ impl Layer {
     /// Input `[b, t, heads * head_dim]` of o_proj, from that of q_proj, k_proj and v_proj.
     pub fn o_input(&self, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
         let a = &self.self_attn;
-        let (q, k, v) = (a.q_proj.forward(h.clone()), a.k_proj.forward(h.clone()), a.v_proj.forward(h));
+        let [q, k, v] = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
         ops::attention::attention(q, k, v, batch.shape, batch.rope.clone())
     }
 
@@ -202,13 +206,18 @@ impl Llama {
         .unwrap_or_else(|e| match e {})
     }
 
-    /// The float model of a checkpoint (a quantized one gives its dequantized weights).
+    /// The float model of a checkpoint (a quantized one gives its dequantized weights, and inputs on the grids of their tokens
+    /// where its scheme has such).
     ///
     /// # Errors
     /// [`ModelError::Architecture`] for another kind of model, [`ModelError::Checkpoint`] for what cannot be read.
     pub fn from_checkpoint(checkpoint: &Checkpoint, device: &Device) -> Result<Self, ModelError> {
         let config = llama_config(checkpoint)?;
-        Self::build(config, device, |name, shape| stored(checkpoint, name, shape))
+        let mut model = Self::build(config, device, |name, shape| stored(checkpoint, name, shape))?;
+        for (name, linear) in model.linears_mut() {
+            linear.set_inputs(checkpoint.dynamic_activation(&name));
+        }
+        Ok(model)
     }
 
     /// A model of tensors by their Hugging Face names, for instance those of [`Llama::named_tensors`].

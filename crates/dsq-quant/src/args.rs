@@ -105,6 +105,9 @@ pub enum Granularity {
     /// One scale for each block of this many rows and columns; blocks at the lower and the right edge may be smaller. Of
     /// FP8 weights only.
     PerBlock(usize, usize),
+    /// One scale for each row of an activation (a token), found from its values when the model runs: *dynamic*. Never of
+    /// weights.
+    PerToken,
 }
 
 /// Whether zero sits at code 0 or at a stored zero point.
@@ -207,8 +210,15 @@ impl QuantArgs {
             (QuantType::Fp8E4M3 | QuantType::Fp8E5M2, Granularity::PerGroup(_), _) => {
                 setting("granularity", "one FP8 scale for the tensor, a row or a block", got())
             }
+            (QuantType::Int8, Granularity::PerToken, FloatType::F32) => Ok(()),
+            (_, Granularity::PerToken, _) => setting("activations", "INT8 and f32 scales for each token", got()),
             _ => Ok(()),
         }
+    }
+
+    /// Whether scales are found when the model runs, so that none are stored.
+    pub fn is_dynamic(&self) -> bool {
+        self.granularity == Granularity::PerToken
     }
 
     /// The group length along `k`: `k` itself for per-channel and per-tensor; of the last block of a row less may be left.
@@ -218,7 +228,7 @@ impl QuantArgs {
     pub fn group_len(&self, k: usize) -> Result<usize, QuantError> {
         self.check()?;
         match self.granularity {
-            Granularity::PerTensor | Granularity::PerChannel => Ok(k),
+            Granularity::PerTensor | Granularity::PerChannel | Granularity::PerToken => Ok(k),
             Granularity::PerGroup(g) if g > 0 && k.is_multiple_of(g) => Ok(g),
             Granularity::PerGroup(group_size) => Err(QuantError::GroupNotDividing { k, group_size }),
             Granularity::PerBlock(_, columns) => Ok(columns),
@@ -233,7 +243,7 @@ impl QuantArgs {
         let g = self.group_len(k)?;
         Ok(match self.granularity {
             Granularity::PerTensor => [1, 1],
-            Granularity::PerChannel => [n, 1],
+            Granularity::PerChannel | Granularity::PerToken => [n, 1],
             Granularity::PerGroup(_) => [n, k.checked_div(g).unwrap_or(0)],
             Granularity::PerBlock(rows, columns) => [n.div_ceil(rows), k.div_ceil(columns)],
         })

@@ -8,17 +8,18 @@ use serde::{Deserialize, Serialize};
 pub struct QuantScheme {
     /// Weights, `[n, k]`.
     pub weights: QuantArgs,
-    /// Input activations, static.
+    /// Input activations: static, with stored scales, or for each token ([`QuantArgs::is_dynamic`]).
     pub activations: Option<QuantArgs>,
 }
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 9] =
-        ["W4A16", "W8A16", "W3A16", "W2A16", "W4A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16"];
+    pub const PRESETS: [&'static str; 11] =
+        ["W4A16", "W8A16", "W3A16", "W2A16", "W8A8", "W4A8", "W4A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16"];
 
     /// A preset by its name (vLLM's and llm-compressor's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer
-    /// weights and float activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations;
+    /// weights and float activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations, `W4A8`
+    /// and `W8A8` likewise with INT8 (a language model has them for each token, [`QuantScheme::for_tokens`]);
     /// `FP8A16` (a scale for each row or for the tensor), `FP8A16_BLOCK`, `NVFP4A16` and `MXFP4A16` float-coded weights and
     /// float activations. The names without `A16` (`FP8`, `FP8_BLOCK`, `NVFP4`, `MXFP4`) mean quantized activations too,
     /// which do not exist here, and are refused. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.)
@@ -36,8 +37,11 @@ impl QuantScheme {
             "W8A16" => weights.qtype = QuantType::Int8,
             "W3A16" => weights.qtype = QuantType::Int3,
             "W2A16" => weights.qtype = QuantType::Int2,
-            "W4A4" => {
+            "W8A8" | "W4A8" | "W4A4" => {
+                let bits = |four: bool| if four { QuantType::Int4 } else { QuantType::Int8 };
+                weights.qtype = bits(name != "W8A8");
                 activations = Some(QuantArgs {
+                    qtype: bits(name == "W4A4"),
                     mapping: Mapping::Asymmetric,
                     ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32)
                 });
@@ -66,10 +70,21 @@ impl QuantScheme {
         Ok(Self { weights, activations })
     }
 
-    /// What the name of a preset fixes or, for `FP8A16`, does when nothing is said; nothing for the integer presets.
+    /// The scheme as a language model has it: `W8A8` and `W4A8` with symmetric INT8 activations, a scale for each token, found
+    /// when it runs (llm-compressor's presets of these names). A4 stays as it is.
+    pub fn for_tokens(mut self) -> Self {
+        if let Some(a) = &mut self.activations
+            && a.qtype == QuantType::Int8
+        {
+            (a.mapping, a.granularity, a.scale_dtype) = (Mapping::Symmetric, Granularity::PerToken, FloatType::F32);
+        }
+        self
+    }
+
+    /// What the name of a preset fixes or, for `FP8A16` and `W8A8`, does when nothing is said; nothing for the other integer presets.
     pub fn fixed_grid(name: &str) -> FixedGrid {
         let (granularity, scale_dtype, usual) = match name {
-            "FP8A16" => (None, None, Some(Granularity::PerChannel)),
+            "FP8A16" | "W8A8" => (None, None, Some(Granularity::PerChannel)),
             "FP8A16_BLOCK" => (Some(Granularity::PerBlock(128, 128)), None, None),
             "NVFP4A16" => (Some(QuantArgs::nvfp4().granularity), Some(FloatType::F8E4M3), None),
             "MXFP4A16" => (Some(QuantArgs::mxfp4().granularity), Some(FloatType::F8E8M0), None),

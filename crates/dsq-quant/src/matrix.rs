@@ -192,7 +192,7 @@ impl QuantizedMatrix {
     pub fn scale_index(&self, row: usize, group: usize) -> usize {
         match self.args.granularity {
             Granularity::PerTensor => 0,
-            Granularity::PerChannel => row,
+            Granularity::PerChannel | Granularity::PerToken => row,
             Granularity::PerGroup(g) => row * (self.k / g) + group,
             Granularity::PerBlock(rows, columns) => row / rows * self.k.div_ceil(columns) + group,
         }
@@ -225,7 +225,7 @@ impl QuantizedMatrix {
 fn runs(n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = (usize, Range<usize>)> {
     let (len, rows) = match args.granularity {
         Granularity::PerTensor => (n * k, 1),
-        Granularity::PerChannel => (k, 1),
+        Granularity::PerChannel | Granularity::PerToken => (k, 1),
         Granularity::PerGroup(g) => (g, 1),
         Granularity::PerBlock(rows, columns) => (columns, rows),
     };

@@ -10,8 +10,9 @@ use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
+use dsq_kernels::fake_quant::fake_quant_rows;
 use dsq_kernels::{FloatLinear, Linear, Team, matmul_many};
-use dsq_quant::FloatType;
+use dsq_quant::{FloatType, QuantArgs};
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
@@ -34,6 +35,8 @@ struct Layer {
     post_norm: Vec<f32>,
     gate_up: [Linear; 2],
     down: Linear,
+    /// How the inputs of q, k and v, of o, of gate and up, and of down are quantized, token by token; `None`: not at all.
+    inputs: [Option<QuantArgs>; 4],
 }
 
 /// A language model ready to run on the CPU.
@@ -45,6 +48,7 @@ pub struct LlamaRuntime {
     final_norm: Vec<f32>,
     /// None when the head is the embedding.
     head: Option<Linear>,
+    head_input: Option<QuantArgs>,
     team: Team,
 }
 
@@ -74,7 +78,8 @@ impl LlamaRuntime {
                 .collect::<Result<Vec<_>, RuntimeError>>()?;
             Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
         })?;
-        Ok(Self { config, embedding, layers, final_norm, head, team })
+        let head_input = model.dynamic_activation("lm_head");
+        Ok(Self { config, embedding, layers, final_norm, head, head_input, team })
     }
 
     /// The longest context of a language model, before any weight is read.
@@ -167,6 +172,8 @@ impl LlamaRuntime {
         }
         for (layer, kv) in self.layers.iter().zip(layers) {
             rms_norm(hidden, &layer.input_norm, c.rms_norm_eps, normed);
+            let [qkv_input, o_input, gate_up_input, down_input] = &layer.inputs;
+            quantize_rows(normed, h, qkv_input);
             let [wq, wk, wv] = &layer.qkv;
             matmul_many(&[wq, wk, wv], normed, m, &mut [q, k, v]);
             for t in 0..m {
@@ -176,12 +183,15 @@ impl LlamaRuntime {
                 kv.put(past + t, &k[at.clone()], &v[at]);
             }
             attend(kv, q, c.num_attention_heads, past, mixed);
+            quantize_rows(mixed, q_width, o_input);
             layer.o.matmul(mixed, m, normed);
             add(hidden, normed);
             rms_norm(hidden, &layer.post_norm, c.rms_norm_eps, normed);
+            quantize_rows(normed, h, gate_up_input);
             let [wg, wu] = &layer.gate_up;
             matmul_many(&[wg, wu], normed, m, &mut [gate, up]);
             silu_mul(gate, up, ffn);
+            quantize_rows(ffn, f, down_input);
             layer.down.matmul(ffn, m, normed);
             add(hidden, normed);
         }
@@ -196,6 +206,7 @@ impl LlamaRuntime {
         let from = scratch.hidden.len() - rows * h;
         let normed = &mut scratch.normed[..rows * h];
         rms_norm(&scratch.hidden[from..], &self.final_norm, self.config.rms_norm_eps, normed);
+        quantize_rows(normed, h, &self.head_input);
         let at = out.len();
         out.resize(at + rows * self.config.vocab_size, 0.0);
         self.head.as_ref().unwrap_or(&self.embedding).matmul(normed, rows, &mut out[at..]);
@@ -216,7 +227,21 @@ impl LlamaRuntime {
 
     /// Modules and the kernel that each runs on, and why.
     pub fn kernels(&self) -> Vec<(String, String)> {
-        self.linears().map(|(name, l)| (name, l.describe())).collect()
+        let tokens = |name: &str| {
+            let part = [".q_proj", ".o_proj", ".gate_proj", ".down_proj"].iter().position(|p| name.ends_with(p));
+            let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()?.parse::<usize>().ok());
+            match (part.or(if name.ends_with("up_proj") { Some(2) } else { None }), layer) {
+                (part, Some(i)) => self.layers[i].inputs[part.unwrap_or(0)].is_some(),
+                _ => name == "lm_head" && self.head_input.is_some(),
+            }
+        };
+        self.linears()
+            .map(|(name, l)| {
+                let rounded = if tokens(&name) { " (rounded to int8 for each token)" } else { "" };
+                let what = l.describe() + rounded;
+                (name, what)
+            })
+            .collect()
     }
 
     fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
@@ -253,9 +278,40 @@ fn add(to: &mut [f32], from: &[f32]) {
     }
 }
 
+/// Puts each row of `x [m, k]` on the grid of its token. A row that has none (a value that is not finite) becomes NaN, as
+/// its logits would without.
+fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<QuantArgs>) {
+    if let Some(args) = inputs {
+        let _ = fake_quant_rows(x, k, args);
+    }
+}
+
 fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
     let name = |part: &str| format!("model.layers.{i}.{part}");
     let get = |part: &str| linear(model, &name(part));
+    // Layers that read one tensor read it in one form.
+    let input = |parts: &[&str]| -> Result<Option<QuantArgs>, RuntimeError> {
+        let of = |part: &str| model.dynamic_activation(&name(part));
+        match parts.iter().find(|p| of(p) != of(parts[0])) {
+            None => Ok(of(parts[0])),
+            Some(part) => Err(RuntimeError::Model {
+                file: model.path().display().to_string(),
+                problem: format!(
+                    "{} and {}: expected one form of the input that they share, got {:?} and {:?}",
+                    name(parts[0]),
+                    name(part),
+                    of(parts[0]),
+                    of(part)
+                ),
+            }),
+        }
+    };
+    let inputs = [
+        input(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
+        input(&["self_attn.o_proj"])?,
+        input(&["mlp.gate_proj", "mlp.up_proj"])?,
+        input(&["mlp.down_proj"])?,
+    ];
     Ok(Layer {
         input_norm: model.read_f32(&name("input_layernorm.weight"))?,
         qkv: [get("self_attn.q_proj")?, get("self_attn.k_proj")?, get("self_attn.v_proj")?],
@@ -263,6 +319,7 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
         post_norm: model.read_f32(&name("post_attention_layernorm.weight"))?,
         gate_up: [get("mlp.gate_proj")?, get("mlp.up_proj")?],
         down: get("mlp.down_proj")?,
+        inputs,
     })
 }
 

@@ -11,13 +11,15 @@ use dsq_quant::{QuantConfig, QuantizedMatrix};
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
 ///
 /// # Errors
-/// [`TrainError::Setting`] for activation quantization (not offered for language models), an ignore pattern that
+/// [`TrainError::Setting`] for static quantization of activations (not offered for language models), an ignore pattern that
 /// matches no layer, a scheme that leaves no layer to quantize, or a group size that does not divide a layer's inputs
 /// (all such layers are listed).
 pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
     check(&model, config)?;
     for (name, layer) in model.linears_mut() {
-        layer.set_quant(config.scheme_for(&name).map(|s| s.weights));
+        let scheme = config.scheme_for(&name);
+        layer.set_quant(scheme.map(|s| s.weights));
+        layer.set_inputs(scheme.and_then(|s| s.activations));
     }
     Ok(model)
 }
@@ -91,11 +93,21 @@ pub(crate) fn rms(values: &[f32]) -> f64 {
 pub fn release(mut model: Llama) -> Llama {
     for (_, layer) in model.linears_mut() {
         layer.set_quant(None);
+        layer.set_inputs(None);
     }
     model
 }
 
-/// Post-training quantization by rounding: a float model whose weights lie on the grid, the model that `convert` and an
+/// Puts the inputs of the layers that `config` names on their grids, and no weight.
+pub fn quantize_inputs(mut model: Llama, config: &QuantConfig) -> Llama {
+    for (name, layer) in model.linears_mut() {
+        layer.set_inputs(config.scheme_for(&name).and_then(|s| s.activations));
+    }
+    model
+}
+
+/// Post-training quantization by rounding: a model whose float weights lie on the grid and whose inputs are put on theirs,
+/// the model that `convert` and an
 /// export of `model` would give.
 ///
 /// # Errors
@@ -103,7 +115,7 @@ pub fn release(mut model: Llama) -> Llama {
 pub fn round_to_nearest(model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
     let model = prepare(model, config)?;
     let quantized = convert(&model)?;
-    let mut model = release(model);
+    let mut model = quantize_inputs(release(model), config);
     let mut next = quantized.into_iter().peekable();
     for (name, layer) in model.linears_mut() {
         if let Some((_, matrix)) = next.next_if(|(n, _)| *n == name) {
@@ -137,9 +149,9 @@ pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainErr
 pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     let setting =
         |field: &str, expected: String, got: String| TrainError::Setting { field: field.into(), expected, got };
-    if config.scheme.activations.is_some() {
-        let expected = "float activations (W4A16) for a language model".into();
-        return Err(setting("quant.scheme", expected, "activation quantization".into()));
+    if let Some(a) = config.scheme.activations.filter(|a| !a.is_dynamic()) {
+        let expected = "float activations (W4A16) or INT8 ones for each token (W4A8) for a language model".into();
+        return Err(setting("quant.scheme", expected, format!("static {} activations", a.qtype.name())));
     }
     let names: Vec<String> = model.linears().into_iter().map(|l| l.0).collect();
     // A tied model has no lm_head of its own; ignoring it by name is still right.

@@ -114,12 +114,17 @@ fn gptq_is_truly_sequential() {
     assert!(done.next().is_none());
 }
 
+/// Float inputs.
+fn plain() -> QuantConfig {
+    config("W4A16", Granularity::PerChannel, &[])
+}
+
 /// Logits of the model with what `outcome` changed.
 fn logits(ckpt: &Checkpoint, outcome: Option<&PtqOutcome>, norms: bool) -> Vec<f32> {
     let mut llama = Llama::from_checkpoint(ckpt, &Device::flex()).unwrap();
     if let Some(o) = outcome {
         let without = PtqOutcome { norms: Vec::new(), ..o.clone() };
-        llama = if norms { o } else { &without }.model(&llama).unwrap();
+        llama = if norms { o } else { &without }.model(&llama, &plain()).unwrap();
     }
     host(llama.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2))
 }
@@ -229,8 +234,8 @@ fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
         quant.scheme.weights.observer = WeightObserver::Mse;
         let of = |method| run(&ckpt, &quant, (method, false), None);
         let (gptq, trained) = (of(PtqMethod::Gptq), of(PtqMethod::Blockwise));
-        let [a, b] =
-            [&gptq, &trained].map(|o| distance(&float, &host(o.model(&llama).unwrap().logits(ids.clone(), 15))));
+        let [a, b] = [&gptq, &trained]
+            .map(|o| distance(&float, &host(o.model(&llama, &plain()).unwrap().logits(ids.clone(), 15))));
         assert!(b < a, "{scheme}: GPTQ {a}, block-wise {b}");
         // What is told is true: GPTQ's codes where a block is not better, and never a worse block.
         assert_eq!(trained.blocks.len(), 2);

@@ -89,6 +89,31 @@ pub fn fake_quant_weight(
         .reduce(|| Ok(()), Result::and)
 }
 
+/// Fake-quantizes each row of `x [m, k]` by its own range, in place and on the calling thread: activations of which each
+/// token has its own scale. Bit-equal to [`fake_quant_weight`] of the same rows; a row that cannot be quantized becomes NaN.
+///
+/// # Errors
+/// [`QuantError::Length`] when `k` does not divide the values; of a row that cannot be quantized as there.
+pub fn fake_quant_rows(x: &mut [f32], k: usize, args: &QuantArgs) -> Result<(), QuantError> {
+    if k == 0 || !x.len().is_multiple_of(k) {
+        return check_len("activations", k, x.len());
+    }
+    let (mut out, mut inside) = (vec![0.0; k], vec![0u8; k]);
+    let mut first = Ok(());
+    for (i, row) in x.chunks_mut(k).enumerate() {
+        let done = match qparams(range(row), args, i, row) {
+            Ok(p) => {
+                walk(row, args, p, &mut out, &mut inside);
+                Ok(())
+            }
+            Err(e) => poison(&mut out, &mut inside, e),
+        };
+        first = first.and(done);
+        row.copy_from_slice(&out);
+    }
+    first
+}
+
 /// Whether weights of a scheme can be fake-quantized: each scale must depend on one run of weights only. That of NVFP4 depends
 /// on the whole tensor, and on others where layers share it; that of an FP8 block on runs of many rows.
 ///

@@ -219,3 +219,30 @@ fn float_codes_land_where_the_shipped_matrix_lands_or_are_refused() {
         assert!(matches!(walk(args).unwrap_err(), QuantError::Setting { field: "scheme", .. }));
     }
 }
+
+#[test]
+fn rows_in_place_are_those_of_a_weight_with_a_scale_for_each_row() {
+    let symmetric = QuantArgs {
+        qtype: QuantType::Int8,
+        granularity: Granularity::PerToken,
+        ..QuantArgs::int4(Granularity::PerToken, FloatType::F32)
+    };
+    for args in [symmetric, QuantArgs { mapping: Mapping::Asymmetric, ..symmetric }] {
+        for (m, k) in [(1, 1), (3, 7), (5, 64), (2, 1000)] {
+            let mut x = normal(m * k, 11);
+            x[..k].iter_mut().for_each(|v| *v *= 1e-3);
+            let (mut out, mut inside) = (vec![0.0; m * k], vec![0u8; m * k]);
+            fake_quant_weight(&x, m, k, &args, &mut out, &mut inside).unwrap();
+            let reference = QuantizedMatrix::quantize(&x, m, k, args).unwrap().dequantize();
+            fake_quant_rows(&mut x, k, &args).unwrap();
+            assert_eq!(bits(&x), bits(&out));
+            assert_eq!(bits(&x), bits(&reference));
+        }
+    }
+    // A token that is not finite is lost, and no other.
+    let mut x = [1.0, 2.0, f32::NAN, 4.0, 5.0, 6.0];
+    assert!(matches!(fake_quant_rows(&mut x, 2, &symmetric), Err(QuantError::NonFinite { .. })));
+    assert!(x[2].is_nan() && x[3].is_nan() && x[0].is_finite() && x[5].is_finite());
+    assert!(fake_quant_rows(&mut x, 4, &symmetric).is_err());
+    assert!(fake_quant_rows(&mut [], 4, &symmetric).is_ok());
+}

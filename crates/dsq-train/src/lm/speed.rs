@@ -60,7 +60,7 @@ pub fn time_steps(
     let mut times = StepTimes { tokens: phase.tokens(), ..StepTimes::default() };
     for step in 0..steps {
         let (ids, labels) = windows.batch((step * phase.batch_size) as u64, phase.batch_size);
-        let mut timed = |trainer: &mut Trainer, times: &mut Vec<Duration>| -> Result<(), TrainError> {
+        let timed = |trainer: &mut Trainer, times: &mut Vec<Duration>| -> Result<(), TrainError> {
             let clock = Instant::now();
             trainer.step(ids.clone(), labels.clone(), &phase, step + 1)?;
             if step >= WARM_UP {

@@ -10,7 +10,7 @@
 use super::{Run, device};
 use crate::TrainError;
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GridRates, rms};
+use crate::qat::{GridRates, quantize_inputs, rms};
 use crate::random::permutation;
 use crate::schedule::learning_rate;
 use burn::module::Module;
@@ -150,6 +150,7 @@ impl Run<'_> {
         // AWQ's scales, if there are such, lie in the norms.
         student.input_layernorm.set_values(quantized.input_layernorm.values());
         student.post_attention_layernorm.set_values(quantized.post_attention_layernorm.values());
+        self.quantize_inputs(&mut student);
         student = student.freeze_norms();
         for (part, linear) in student.linears_mut() {
             let module = self.module(part);
@@ -243,7 +244,7 @@ impl Run<'_> {
                 norm.set_values(changed.values.clone());
             }
         }
-        let mut student = student.freeze_floats();
+        let mut student = quantize_inputs(student, self.settings.config).freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
         for (module, linear) in student.linears_mut() {
             let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));

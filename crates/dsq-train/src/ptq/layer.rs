@@ -24,6 +24,7 @@ impl Run<'_> {
     /// one would have to change too.
     pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
         let mut work = Work::new(&layer);
+        self.quantize_inputs(&mut layer);
         let awq = self.settings.awq;
         let mut h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
         let mut o = None;

@@ -23,6 +23,7 @@ pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
 
 use crate::TrainError;
+use crate::qat::quantize_inputs;
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::{Embedding, RmsNorm};
@@ -124,11 +125,12 @@ pub struct PtqOutcome {
 }
 
 impl PtqOutcome {
-    /// The model that ships, in float: `float` with the values of the codes and the changed norms.
+    /// The model that ships, in float: `float` with the values of the codes and the changed norms, and inputs as `config`
+    /// has them.
     ///
     /// # Errors
     /// As [`Llama::from_tensors`].
-    pub fn model(&self, float: &Llama) -> Result<Llama, ModelError> {
+    pub fn model(&self, float: &Llama, config: &QuantConfig) -> Result<Llama, ModelError> {
         let mut tensors = float.named_tensors();
         for (name, _, data) in &mut tensors {
             let module = name.strip_suffix(".weight").unwrap_or(name);
@@ -139,7 +141,7 @@ impl PtqOutcome {
             }
         }
         let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
-        Llama::from_tensors(float.config(), &device(), find)
+        Llama::from_tensors(float.config(), &device(), find).map(|m| quantize_inputs(m, config))
     }
 }
 
@@ -295,6 +297,13 @@ impl<'a> Run<'a> {
     /// The full name of a linear of the layer at work.
     fn module(&self, part: &str) -> String {
         format!("model.layers.{}.{part}", self.progress.layer)
+    }
+
+    /// Puts the inputs of a layer's linears on their grids: what is measured is what the exported model will compute.
+    fn quantize_inputs(&self, layer: &mut Layer) {
+        for (part, linear) in layer.linears_mut() {
+            linear.set_inputs(self.settings.config.scheme_for(&self.module(part)).and_then(|s| s.activations));
+        }
     }
 
     fn tick(&mut self, batches: usize) {
