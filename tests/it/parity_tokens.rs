@@ -24,7 +24,7 @@ fn graph_folder_and_runtime_agree_where_activations_are_quantized_for_each_token
     let (mut near, mut count) = (0, 0);
     for seed in 0..24 {
         let name = ["W8A8", "W4A8"][seed as usize % 2];
-        let case = Case::new(seed);
+        let mut case = Case::new(seed);
         let granularity = case.quant.scheme.weights.granularity;
         let granularity = if name == "W8A8" { Granularity::PerChannel } else { granularity };
         let mut scheme = QuantScheme::preset(name, granularity, FloatType::Bf16).unwrap().for_tokens();
@@ -32,7 +32,7 @@ fn graph_folder_and_runtime_agree_where_activations_are_quantized_for_each_token
             scheme.weights.mapping = Mapping::Asymmetric;
         }
         let ignore = if case.config.tie_word_embeddings { vec![] } else { vec!["lm_head".to_owned()] };
-        let case = Case { quant: QuantConfig::new(scheme, &ignore).unwrap(), ..case };
+        case.quant = QuantConfig::new(scheme, &ignore).unwrap();
         let prepared = qat::prepare(case.model(), &case.quant).unwrap();
         let converted = qat::convert(&prepared).unwrap();
         let out = dir.path().join(seed.to_string());

@@ -414,12 +414,12 @@ mod tests {
         let row = |sign: f32| [1.0f32, 1.1, 1.2, 1.3].map(|x| x * sign);
         let w: Vec<f32> = (0..10).flat_map(|r| [row(if r % 3 == 0 { -1.0 } else { 1.0 }), row(1.0)].concat()).collect();
         let q = QuantizedMatrix::quantize(&w, 10, 8, args).unwrap();
-        let tensors = pack("m", &[10, 8], &q);
+        let tensors = pack("m", &[10, 8], &q, None);
         let zeros = tensors.iter().find(|t| t.name == "m.weight_zero_point").unwrap();
         let TensorData::I32 { shape, data } = &zeros.data else { panic!("packed") };
         assert_eq!(shape, &[2, 2]);
         let words = tensors.iter().find(|t| t.name == "m.weight_packed").unwrap();
-        let codes = unpack_codes(&args, 10, 8, &words.data.to_bytes());
+        let codes = unpack_codes(DiskFormat::of(&args, None), &args, 10, 8, &words.data.to_bytes());
         let stored = StoredZeros::Packed(data.clone());
         let back = unpack(Path::new("f"), "m", args, [10, 8], codes, q.scales.clone(), &stored, None).unwrap();
         assert_eq!(back, q);

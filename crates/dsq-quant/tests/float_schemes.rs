@@ -31,7 +31,7 @@ fn schemes() -> Vec<QuantArgs> {
 fn scale_of(args: &QuantArgs, k: usize, row: usize, column: usize) -> usize {
     match args.granularity {
         Granularity::PerTensor => 0,
-        Granularity::PerChannel => row,
+        Granularity::PerChannel | Granularity::PerToken => row,
         Granularity::PerGroup(g) => row * (k / g) + column / g,
         Granularity::PerBlock(r, c) => row / r * k.div_ceil(c) + column / c,
     }
