@@ -12,6 +12,7 @@
 mod awq;
 mod blockwise;
 mod calibration;
+pub mod cnn;
 mod gptq;
 mod hessian;
 mod layer;
