@@ -159,3 +159,61 @@ fn cholesky(h: &Hessian, lambda: f64) -> Option<Vec<f64>> {
     }
     Some(a)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ptq::tests::{normal, with_threads};
+    use dsq_quant::{FloatType, Granularity};
+
+    /// Squared error of `codes` against the target, means taken out.
+    fn error(f: &Fitted, q: &QuantizedMatrix) -> f64 {
+        let got = f.conv.forward(f.input, &q.dequantize());
+        let mut d: Vec<f32> = f.target.iter().zip(got).map(|(t, g)| t - g * f.step).collect();
+        centre(&mut d, f.conv.n);
+        d.iter().map(|v| f64::from(*v).powi(2)).sum()
+    }
+
+    #[test]
+    fn learned_codes_fit_the_outputs_better_than_rounded_ones() {
+        let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
+        for (kernel, n, depthwise) in [(1, 6, false), (3, 6, false), (3, 12, true)] {
+            let conv = SameConv { side: 9, c: 12, n, kernel, stride: 1, depthwise };
+            let x = normal(6 * 81 * 12, 1);
+            // Inputs that depend on each other, and an input of the layer that is off from the float one.
+            let x: Vec<f32> = x.iter().enumerate().map(|(i, v)| v + 2.0 * x[i / 12 * 12] + 1.0).collect();
+            let off: Vec<f32> = x.iter().zip(normal(x.len(), 2)).map(|(x, e)| ((x + 0.3 * e) / 0.05).round()).collect();
+            let weight = normal(n * conv.k(), 3);
+            let target = conv.forward(&x, &weight);
+            let fitted = Fitted { conv: &conv, input: &off, step: 0.05, target: &target, weight: &weight };
+            let run = |threads| with_threads(threads, || fitted.codes(args, true).unwrap());
+            let learned = run(1);
+            assert_eq!(run(3), learned);
+            let rounded = QuantizedMatrix::quantize(&weight, n, conv.k(), args).unwrap();
+            let (learned, rounded) = (error(&fitted, &learned), error(&fitted, &rounded));
+            assert!(learned < 0.7 * rounded, "kernel {kernel}: {learned} against {rounded}");
+        }
+    }
+
+    #[test]
+    fn the_refit_solves_its_equations() {
+        let (k, n) = (7, 3);
+        let mut h = Hessian::new(k);
+        h.add(&normal(40 * k, 1));
+        let (w, cross) = (normal(n * k, 2), normal(n * k, 3));
+        let lambda = RIDGE * h.diagonal().iter().sum::<f64>() / k as f64;
+        for ((new, old), cross) in refit(&w, &cross, &h).chunks(k).zip(w.chunks(k)).zip(cross.chunks(k)) {
+            for i in 0..k {
+                let sum: f64 =
+                    (0..k).map(|j| (h.at(i, j) + if i == j { lambda } else { 0.0 }) * f64::from(new[j] - old[j])).sum();
+                assert!((sum - f64::from(cross[i])).abs() < 1e-4, "{sum} {}", cross[i]);
+            }
+        }
+    }
+
+    #[test]
+    fn columns_turn_to_the_order_of_stored_weights() {
+        // Two taps of three channels: [t0c0 t0c1 t0c2 t1c0 t1c1 t1c2] to [c0t0 c0t1 c1t0 ...].
+        assert_eq!(stored_order(vec![0.0, 1.0, 2.0, 10.0, 11.0, 12.0], 2, 3), [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]);
+    }
+}
