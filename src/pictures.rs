@@ -10,68 +10,56 @@ use std::path::{Path, PathBuf};
 
 /// Largest width and height of a picture.
 const MAX_SIDE: u32 = 16_384;
-/// Most pictures of a folder: their floats are in memory all together.
-const MAX_PICTURES: usize = 10_000;
-
-/// Pictures as the model takes them, in the order of their file names.
-pub struct Pictures {
-    /// The files.
-    pub files: Vec<PathBuf>,
-    /// Normalized, `[m, side, side, 3]`.
-    pub images: Vec<f32>,
+/// The `.jpg` and `.jpeg` files of a folder, by name.
+///
+/// # Errors
+/// Exit code 3 for a folder without one or with more than `most`; 4 for one that cannot be read.
+pub fn list(dir: &Path, most: usize) -> Result<Vec<PathBuf>, CliError> {
+    let at = printable(&dir.to_string_lossy());
+    let unreadable = |e: std::io::Error| CliError::new(4, format!("{at}: cannot list: {e}"));
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        let ends = |e: &std::ffi::OsStr| e.eq_ignore_ascii_case("jpg") || e.eq_ignore_ascii_case("jpeg");
+        if path.extension().is_some_and(ends) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    if files.is_empty() || files.len() > most {
+        return Err(CliError::new(3, format!("{at}: expected 1 to {most} files .jpg or .jpeg, got {}", files.len())));
+    }
+    Ok(files)
 }
 
-impl Pictures {
-    /// Reads every `.jpg` and `.jpeg` file of a folder.
-    ///
-    /// # Errors
-    /// Exit code 3 for a folder without one, with more than 10,000, or a file that is no such picture; 4 for one that cannot
-    /// be read.
-    pub fn read(dir: &Path, model: &EfficientNetConfig) -> Result<Self, CliError> {
-        let at = printable(&dir.to_string_lossy());
-        let list = std::fs::read_dir(dir).map_err(|e| CliError::new(4, format!("{at}: cannot list: {e}")))?;
-        let mut files = Vec::new();
-        for entry in list {
-            let path = entry.map_err(|e| CliError::new(4, format!("{at}: cannot list: {e}")))?.path();
-            let ends = |e: &std::ffi::OsStr| e.eq_ignore_ascii_case("jpg") || e.eq_ignore_ascii_case("jpeg");
-            if path.extension().is_some_and(ends) {
-                files.push(path);
-            }
-        }
-        files.sort();
-        if files.is_empty() || files.len() > MAX_PICTURES {
-            let problem = format!("{at}: expected 1 to {MAX_PICTURES} files .jpg or .jpeg, got {}", files.len());
-            return Err(CliError::new(3, problem));
-        }
-        let one = |file: &PathBuf| picture(file, model).map(|pixels| model.normalize(&pixels));
-        let images = files.par_iter().map(one).collect::<Result<Vec<_>, _>>()?.concat();
-        Ok(Self { files, images })
-    }
+/// Pictures as the model takes them, normalized, `[m, side, side, 3]`.
+///
+/// # Errors
+/// Exit code 3 for a file that is no JPEG picture; 4 for one that cannot be read.
+pub fn read(files: &[PathBuf], model: &EfficientNetConfig) -> Result<Vec<f32>, CliError> {
+    let one = |file: &PathBuf| picture(file, model).map(|pixels| model.normalize(&pixels));
+    Ok(files.par_iter().map(one).collect::<Result<Vec<_>, _>>()?.concat())
+}
 
-    /// The class of each picture: the digits at the end of its name, behind an underscore (`imagenet_00_243.jpg`: 243).
-    ///
-    /// # Errors
-    /// Exit code 3 for a name without one, or a class that the model does not have.
-    pub fn labels(&self, classes: usize) -> Result<Vec<u32>, CliError> {
-        let label = |file: &PathBuf| {
-            let stem = file.file_stem().unwrap_or_default().to_string_lossy();
-            let found = stem.rsplit_once('_').and_then(|(_, n)| n.parse::<u32>().ok());
-            found.filter(|&l| (l as usize) < classes).ok_or_else(|| {
-                let problem = format!("expected a name that ends in _CLASS with a class below {classes}");
-                CliError::new(3, format!("{}: {problem}", printable(&file.to_string_lossy())))
-            })
-        };
-        self.files.iter().map(label).collect()
-    }
+/// The class of a picture: the digits at the end of its name, behind an underscore (`imagenet_00_243.jpg`: 243).
+///
+/// # Errors
+/// Exit code 3 for a name without one, or a class that the model does not have.
+pub fn label(file: &Path, classes: usize) -> Result<u32, CliError> {
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let found = stem.rsplit_once('_').and_then(|(_, n)| n.parse::<u32>().ok());
+    found.filter(|&l| (l as usize) < classes).ok_or_else(|| {
+        let problem = format!("expected a name that ends in _CLASS with a class below {classes}");
+        CliError::new(3, format!("{}: {problem}", printable(&file.to_string_lossy())))
+    })
+}
 
-    /// The pictures, and each mirrored left to right.
-    pub fn with_mirrored(&self, model: &EfficientNetConfig) -> Vec<f32> {
-        let mut out = self.images.clone();
-        for row in self.images.chunks_exact(model.image_size * 3) {
-            row.chunks_exact(3).rev().for_each(|pixel| out.extend_from_slice(pixel));
-        }
-        out
-    }
+/// Pictures of `side` pixels, and each mirrored left to right behind them.
+pub fn with_mirrored(mut images: Vec<f32>, side: usize) -> Vec<f32> {
+    let mirrored: Vec<f32> =
+        images.chunks_exact(side * 3).flat_map(|row| row.chunks_exact(3).rev().flatten()).copied().collect();
+    images.extend(mirrored);
+    images
 }
 
 /// Pixels `[side, side, 3]` of a picture: the central square of `crop` times the shorter side, resized by bicubic
@@ -108,28 +96,28 @@ mod tests {
     fn f088_what_is_no_picture_or_has_no_label_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let model = EfficientNetConfig { image_size: 32, ..EfficientNetConfig::default() };
-        let refused = |code: u8, words: &str| {
-            let e = Pictures::read(dir.path(), &model).map(|_| ()).unwrap_err();
-            assert!(e.code() == code && e.to_string().contains(words), "{e}");
-        };
-        refused(3, "1 to 10000 files");
-        std::fs::write(dir.path().join("a_1.jpg"), b"\xff\xd8\xff\xe0 and so on").unwrap();
-        refused(3, "a_1.jpg: expected a JPEG picture");
-        let named = |name: &str| Pictures { files: vec![name.into()], images: Vec::new() };
-        assert_eq!(named("x/imagenet_00_243.jpg").labels(1000).unwrap(), [243]);
+        let e = list(dir.path(), 5).unwrap_err();
+        assert!(e.code() == 3 && e.to_string().contains("expected 1 to 5 files .jpg or .jpeg, got 0"), "{e}");
+        let file = dir.path().join("a_1.JPG");
+        std::fs::write(&file, b"\xff\xd8\xff\xe0 and so on").unwrap();
+        assert_eq!(list(dir.path(), 1).unwrap(), [file.clone()]);
+        assert_eq!(list(dir.path(), 0).unwrap_err().code(), 3);
+        let e = read(&[file], &model).unwrap_err();
+        assert!(e.code() == 3 && e.to_string().contains("a_1.JPG: expected a JPEG picture"), "{e}");
+        let none = dir.path().join("none");
+        assert_eq!(list(&none, 5).unwrap_err().code(), 4);
+        assert_eq!(read(&[none], &model).unwrap_err().code(), 4);
+        assert_eq!(label(Path::new("x/imagenet_00_243.jpg"), 1000).unwrap(), 243);
         for name in ["cat.jpg", "cat_.jpg", "cat_1000.jpg", "cat_-1.jpg"] {
-            let e = named(name).labels(1000).unwrap_err();
+            let e = label(Path::new(name), 1000).unwrap_err();
             assert!(e.code() == 3 && e.to_string().contains(name), "{e}");
         }
-        let none = Pictures::read(&dir.path().join("none"), &model).map(|_| ()).unwrap_err();
-        assert_eq!(none.code(), 4);
     }
 
     #[test]
     fn mirrored_pictures_follow_the_others() {
-        let model = EfficientNetConfig { image_size: 2, ..EfficientNetConfig::default() };
         let images: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        let both = Pictures { files: Vec::new(), images: images.clone() }.with_mirrored(&model);
+        let both = with_mirrored(images.clone(), 2);
         assert_eq!(both[..12], images);
         assert_eq!(both[12..], [3.0, 4.0, 5.0, 0.0, 1.0, 2.0, 9.0, 10.0, 11.0, 6.0, 7.0, 8.0]);
     }

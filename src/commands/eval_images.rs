@@ -2,12 +2,16 @@
 //! runtime. Not text (see `eval.rs`).
 
 use super::eval::Args;
-use crate::pictures::Pictures;
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{Checkpoint, ModelConfig, write_atomic};
 use dsq_eval::{ImageEval, Report, Row};
 use dsq_runtime::EfficientNetRuntime;
 use std::path::Path;
+
+/// Most pictures of a folder.
+const MAX_PICTURES: usize = 100_000;
+/// Pictures that are in memory at a time.
+const BATCH: usize = 64;
 
 /// Runs the command.
 pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
@@ -22,10 +26,26 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::new(3, format!("{at}: num_classes: as a reference expected {classes}, got {got}")));
     }
     let start = std::time::Instant::now();
-    let (logits, labels) = logits(&model, dir)?;
-    let other = reference.as_ref().map(|r| self::logits(r, dir)).transpose()?;
-    let mut eval = ImageEval::new();
-    eval.batch(&logits, &labels, classes, other.as_ref().map(|(l, _)| l.as_slice()))?;
+    let files = pictures::list(dir, MAX_PICTURES)?;
+    let labels = files.iter().map(|f| pictures::label(f, classes)).collect::<Result<Vec<u32>, _>>()?;
+    let (mut eval, mut reference_eval) = (ImageEval::new(), ImageEval::new());
+    let bar = match global.json {
+        true => indicatif::ProgressBar::hidden(),
+        false => output::progress(files.len() as u64, "eval {bar:30} {pos}/{len} pictures {eta}"),
+    };
+    for (files, labels) in files.chunks(BATCH).zip(labels.chunks(BATCH)) {
+        // Each model prepares the pictures in its own way.
+        let run = |r: &EfficientNetRuntime| -> Result<Vec<f32>, CliError> {
+            Ok(r.forward(&pictures::read(files, r.config())?, files.len())?)
+        };
+        let other = reference.as_ref().map(run).transpose()?;
+        eval.batch(&run(&model)?, labels, classes, other.as_deref())?;
+        if let Some(logits) = &other {
+            reference_eval.batch(logits, labels, classes, None)?;
+        }
+        bar.inc(files.len() as u64);
+    }
+    bar.finish_and_clear();
     let measured = eval.finish()?;
     let mut report = Report::new("eval")
         .about("model", args.model.display().to_string())
@@ -33,10 +53,8 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
         .about("seconds", start.elapsed().as_secs_f64());
     let row = Row::new("model").image_metrics(&measured).maybe("top1_difference", measured.top1_difference.as_ref());
     report.rows.push(row.number("resident_bytes", model.resident_bytes() as f64));
-    if let (Some((logits, _)), Some(r), Some(path)) = (&other, &reference, &args.reference) {
-        let mut eval = ImageEval::new();
-        eval.batch(logits, &labels, classes, None)?;
-        let row = Row::new("reference").image_metrics(&eval.finish()?);
+    if let (Some(r), Some(path)) = (&reference, &args.reference) {
+        let row = Row::new("reference").image_metrics(&reference_eval.finish()?);
         report = report.about("reference", path.display().to_string());
         report.rows.push(row.number("resident_bytes", r.resident_bytes() as f64));
     }
@@ -59,11 +77,4 @@ fn load(path: &Path) -> Result<EfficientNetRuntime, CliError> {
         return Err(CliError::usage(format!("{}: {problem}", path.display())));
     }
     Ok(EfficientNetRuntime::load(&ckpt)?)
-}
-
-/// Logits and labels of the pictures, read as this model takes them.
-fn logits(model: &EfficientNetRuntime, dir: &Path) -> Result<(Vec<f32>, Vec<u32>), CliError> {
-    let pictures = Pictures::read(dir, model.config())?;
-    let labels = pictures.labels(model.config().num_classes)?;
-    Ok((model.forward(&pictures.images, labels.len())?, labels))
 }

@@ -2,8 +2,7 @@
 //! dsq-train's `ptq::cnn`.
 
 use super::{Args, GranularityName, Method, ObserverName, calibrated, source_record, workers};
-use crate::pictures::Pictures;
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, EfficientNetConfig, ExportTensor, ModelConfig, Proof, export_folder, printable,
 };
@@ -11,6 +10,9 @@ use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, Weigh
 use dsq_train::TrainError;
 use dsq_train::ptq::cnn::{self, CnnLayer, CnnMethod, CnnSettings};
 use serde_json::json;
+
+/// Most pictures: all activations of a layer are in memory, some 60 MB for each picture and its mirror image.
+const MAX_PICTURES: usize = 128;
 
 /// Options that only image models take.
 #[derive(clap::Args, Debug)]
@@ -52,8 +54,8 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
         return Err(CliError::usage(format!("--calib: {problem}"))
             .with_hint("give --calib DIR, pictures of the kind that the model will see; labels are not looked at"));
     };
-    let pictures = Pictures::read(dir, model)?;
-    let images = pictures.with_mirrored(model);
+    let files = pictures::list(dir, MAX_PICTURES)?;
+    let images = pictures::with_mirrored(pictures::read(&files, model)?, model.image_size);
     let settings =
         CnnSettings { config: &config, method, equalize: args.images.equalize, correct_bias: args.images.correct_bias };
     let bar = output::progress(1, "quantize {bar:30} {pos}/{len} layers {eta}");
@@ -74,7 +76,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
         tensors.extend(exported(args, ckpt, layer)?);
     }
     let proof = export_folder(&args.out, &model, tensors, Some(&config), Vec::new(), args.overwrite)?;
-    report(args, global, &proof, &errors, pictures.files.len());
+    report(args, global, &proof, &errors, files.len());
     Ok(0)
 }
 

@@ -1,14 +1,16 @@
-//! PyTorch files (`.pth`, `.pt`) of the legacy format that hold a state dict: names, shapes and values of its tensors.
-//! Nothing in the file is run: see `pickle.rs`. Not the ZIP format of torch 1.6 and later, which is refused by name, and not
-//! pickled models, optimizers or checkpoints with other things beside the tensors.
+//! PyTorch files (`.pth`, `.pt`) that hold a state dict: names, shapes and values of its tensors. Nothing in the file is run:
+//! see `pickle.rs`. Not pickled models, optimizers or checkpoints with other things beside the tensors.
 //!
-//! The legacy format is five pickles (a magic number, a version, the writer's byte order, the state dict, the list of storage
-//! keys) and then, for each key, the number of elements and the elements. A tensor is an offset, sizes and strides into a
-//! storage; it is read contiguous, row major, whatever its strides. Sizes, offsets and strides are held against the storage
-//! and the storages against the file before anything is read or allocated. Files are read with positioned reads; the pickles
-//! alone are held in memory, at most [`MAX_PICKLES`] bytes.
+//! There are two formats. The legacy one is five pickles (a magic number, a version, the writer's byte order, the state dict,
+//! the list of storage keys) and then, for each key, the number of elements and the elements. That of torch 1.6 and later is a
+//! ZIP archive without compression (`zip.rs`): `data.pkl` is the state dict, `data/KEY` the elements of a storage.
+//!
+//! A tensor is an offset, sizes and strides into a storage; it is read contiguous, row major, whatever its strides. Sizes,
+//! offsets and strides are held against the storage and the storages against the file before anything is read or allocated.
+//! Files are read with positioned reads; the pickles alone are held in memory, at most [`MAX_PICKLES`] bytes.
 
 mod pickle;
+mod zip;
 
 use crate::json::open_regular;
 use crate::safetensors::read_at;
@@ -20,7 +22,9 @@ use std::path::{Path, PathBuf};
 
 /// How a legacy file begins: protocol 2, the magic number 0x1950a86a20f9469cfc6c, stop.
 const MAGIC: [u8; 15] = [0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
-/// Version of the format.
+/// How an archive begins.
+const ZIP: &[u8] = b"PK\x03\x04";
+/// Version of the legacy format.
 const VERSION: i64 = 1001;
 /// Most bytes before the first storage. A state dict takes some 150 bytes for each tensor.
 const MAX_PICKLES: u64 = 16 << 20;
@@ -57,7 +61,7 @@ pub(crate) struct PytorchFile {
 
 /// Whether a file that begins with `head` is one of PyTorch, by its content.
 pub(crate) fn is_pytorch(head: &[u8]) -> bool {
-    head.starts_with(&[0x80, 2]) || head.starts_with(b"PK\x03\x04")
+    head.starts_with(&[0x80, 2]) || head.starts_with(ZIP)
 }
 
 impl PytorchFile {
@@ -69,10 +73,14 @@ impl PytorchFile {
         let (file, len) = open_regular(path)?;
         let mut head = vec![0u8; len.min(MAX_PICKLES) as usize];
         read_at(&file, path, &mut head, 0)?;
-        let (entries, end) = entries(&head, len, path, |at| {
-            let mut bytes = [0u8; 8];
-            read_at(&file, path, &mut bytes, at).map(|()| u64::from_le_bytes(bytes))
-        })?;
+        let (entries, end) = if head.starts_with(ZIP) {
+            (zip_entries(&file, len, path)?, len)
+        } else {
+            legacy_entries(&head, len, path, |at| {
+                let mut bytes = [0u8; 8];
+                read_at(&file, path, &mut bytes, at).map(|()| u64::from_le_bytes(bytes))
+            })?
+        };
         let by_name = entries.iter().enumerate().map(|(i, e)| (e.name.clone(), i)).collect();
         Ok(Self { path: path.to_path_buf(), file, entries, by_name, trailing: len - end })
     }
@@ -149,19 +157,66 @@ fn contiguous(shape: &[usize], stride: &[usize]) -> bool {
     })
 }
 
-/// The tensors of a file of `len` bytes that begins with `head`, and where its last storage ends. `word` reads eight bytes.
-fn entries(
+/// The tensors of an archive. All names in it have the same first folder.
+fn zip_entries(file: &File, len: u64, path: &Path) -> Result<Vec<Entry>, CheckpointError> {
+    let invalid = |field: &str, problem: String| CheckpointError::invalid(path, field, problem);
+    let directory = zip::directory(file, len, path)?;
+    let folder = directory.keys().find_map(|name| name.strip_suffix("/data.pkl").filter(|f| !f.contains('/')));
+    let Some(folder) = folder else {
+        return Err(invalid("ZIP", "expected FOLDER/data.pkl in a PyTorch archive, got none".into()));
+    };
+    let read = |name: &str, most: u64| -> Result<Option<Vec<u8>>, CheckpointError> {
+        let Some(&(start, size)) = directory.get(&format!("{folder}/{name}")) else { return Ok(None) };
+        if size > most {
+            return Err(invalid(name, format!("expected at most {most} bytes, got {size}")));
+        }
+        let mut bytes = vec![0u8; size as usize];
+        read_at(file, path, &mut bytes, start).map(|()| Some(bytes))
+    };
+    if let Some(order) = read("byteorder", 64)?.filter(|o| o != b"little") {
+        return Err(invalid(
+            "byteorder",
+            format!("expected little, got {}", printable(&String::from_utf8_lossy(&order))),
+        ));
+    }
+    let dict = pickle::read(&read("data.pkl", MAX_PICKLES)?.unwrap_or_default(), path, 0)?;
+    let mut starts = BTreeMap::new();
+    for (key, (dtype, n)) in named_storages(&dict, path)? {
+        let name = format!("{folder}/data/{key}");
+        let bytes = n.checked_mul(dtype.size() as u64);
+        match directory.get(&name) {
+            Some(&(start, size)) if bytes.is_some_and(|b| b <= size) => starts.insert(key.to_owned(), start),
+            Some((_, size)) => {
+                return Err(invalid(&printable(&name), format!("expected {n} elements of {dtype}, got {size} bytes")));
+            }
+            None => return Err(invalid(&printable(&name), "expected this storage, got nothing".into())),
+        };
+    }
+    tensors(&dict, &starts, path)
+}
+
+/// The storages that a state dict names: element type and number of elements, by key.
+fn named_storages<'a>(dict: &'a Pickle, path: &Path) -> Result<BTreeMap<&'a str, (Dtype, u64)>, CheckpointError> {
+    let mut out: BTreeMap<&str, (Dtype, u64)> = BTreeMap::new();
+    for value in &dict.values {
+        let Value::Storage(dtype, key, n) = value else { continue };
+        if out.insert(key, (*dtype, *n)).is_some_and(|other| other != (*dtype, *n)) {
+            let problem = "named with two types or sizes; expected one";
+            return Err(CheckpointError::invalid(path, format!("storage {}", printable(key)), problem));
+        }
+    }
+    Ok(out)
+}
+
+/// The tensors of a legacy file of `len` bytes that begins with `head`, and where its last storage ends. `word` reads eight
+/// bytes.
+fn legacy_entries(
     head: &[u8],
     len: u64,
     path: &Path,
     word: impl Fn(u64) -> Result<u64, CheckpointError>,
 ) -> Result<(Vec<Entry>, u64), CheckpointError> {
     let invalid = |field: &str, problem: String| CheckpointError::invalid(path, field, problem);
-    if head.starts_with(b"PK\x03\x04") {
-        let problem = "expected the legacy format of PyTorch, got its ZIP format (torch 1.6 and later)";
-        let hint = "in Python: torch.save(state_dict, FILE, _use_new_zipfile_serialization=False)";
-        return Err(invalid("", problem.into()).with_hint(hint));
-    }
     if !head.starts_with(&MAGIC) {
         let got = head.iter().take(MAGIC.len()).map(|b| format!("{b:02x}")).collect::<String>();
         return Err(invalid("", format!("expected the magic number of a PyTorch file, got bytes {got}")));
@@ -202,13 +257,7 @@ fn storages(
     word: impl Fn(u64) -> Result<u64, CheckpointError>,
 ) -> Result<(BTreeMap<String, u64>, u64), CheckpointError> {
     let invalid = |key: &str, problem: String| CheckpointError::invalid(path, format!("storage {key}"), problem);
-    let mut expected: BTreeMap<&str, (Dtype, u64)> = BTreeMap::new();
-    for value in &dict.values {
-        let Value::Storage(dtype, key, n) = value else { continue };
-        if expected.insert(key, (*dtype, *n)).is_some_and(|other| other != (*dtype, *n)) {
-            return Err(invalid(key, "named with two types or sizes; expected one".into()));
-        }
-    }
+    let mut expected = named_storages(dict, path)?;
     let Value::List(list) = &keys.values[keys.top] else {
         return Err(invalid("keys", format!("expected a list, got {}", kind(&keys.values[keys.top]))));
     };

@@ -185,7 +185,6 @@ fn storages_must_be_those_of_the_file() {
 
 #[test]
 fn other_contents_are_named() {
-    refused(b"PK\x03\x04....", "ZIP format");
     refused(b"\x80\x02}.", "magic number");
     refused(&file(dict(&[]), &[], &[]), "1 to 65536 tensors, got 0");
     refused(&file(dict(&[("epoch", int(3))]), &[], &[]), "epoch: expected a tensor, got an integer");
@@ -193,6 +192,69 @@ fn other_contents_are_named() {
     let mut old = sound();
     old[MAGIC.len() + 3] ^= 1;
     refused(&old, "expected 1001");
+}
+
+/// An archive of stored entries as torch writes it: padding behind the local names, sizes in the directory alone.
+fn archive(entries: &[(&str, Vec<u8>)], method: u8) -> Vec<u8> {
+    let (mut out, mut directory) = (Vec::new(), Vec::new());
+    for (name, data) in entries {
+        let (at, n, size) = (out.len() as u32, name.len() as u16, data.len() as u32);
+        out.extend(
+            [ZIP, &[0; 22], &n.to_le_bytes(), &5u16.to_le_bytes(), name.as_bytes(), &[b'Z'; 5], data.as_slice()]
+                .concat(),
+        );
+        let (sizes, n) = ([size.to_le_bytes(), size.to_le_bytes()].concat(), n.to_le_bytes());
+        let head =
+            [b"PK\x01\x02\0\0\0\0\x08\x08".as_slice(), &[method, 0, 0, 0, 0, 0, 0, 0, 0, 0], sizes.as_slice(), &n]
+                .concat();
+        directory.extend([head, vec![0; 12], at.to_le_bytes().to_vec(), name.as_bytes().to_vec()].concat());
+    }
+    let (count, size, start) = (entries.len() as u16, directory.len() as u32, out.len() as u32);
+    let count = count.to_le_bytes();
+    out.extend(directory);
+    out.extend([b"PK\x05\x06\0\0\0\0".as_slice(), &count, &count].concat());
+    out.extend([size.to_le_bytes(), start.to_le_bytes()].concat());
+    out.extend([0, 0]);
+    out
+}
+
+fn sound_archive() -> Vec<(&'static str, Vec<u8>)> {
+    let state = dict(&[("w", tensor("FloatStorage", "0", 6, 0, &[3, 2], &[1, 3]))]);
+    let data: Vec<u8> = SIX.iter().flat_map(|v| v.to_le_bytes()).collect();
+    vec![("m/data.pkl", state), ("m/byteorder", b"little".to_vec()), ("m/data/0", data)]
+}
+
+#[test]
+fn archives_are_read_too() {
+    let (_dir, f) = open(&archive(&sound_archive(), 0)).unwrap();
+    assert_eq!(values(&f, "w"), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    assert!(f.faults().is_empty());
+    refused(&archive(&sound_archive(), 8), "m/data.pkl: expected a stored entry");
+    refused(&archive(&sound_archive()[1..], 0), "expected FOLDER/data.pkl");
+    refused(&archive(&sound_archive()[..2], 0), "m/data/0: expected this storage");
+    let with = |i: usize, bytes: Vec<u8>| {
+        let mut entries = sound_archive();
+        entries[i].1 = bytes;
+        archive(&entries, 0)
+    };
+    refused(&with(1, b"big".to_vec()), "expected little, got big");
+    refused(&with(2, vec![0; 23]), "expected 6 elements of F32, got 23 bytes");
+    refused(&with(0, b"\x80\x02cos\nsystem\n.".to_vec()), "os.system");
+    let twice = [sound_archive(), sound_archive()].concat();
+    refused(&archive(&twice, 0), "expected every name once");
+    let whole = archive(&sound_archive(), 0);
+    for len in 4..whole.len() {
+        assert_eq!(open(&whole[..len]).map(|_| ()).unwrap_err().exit_code(), 3, "cut at {len}");
+    }
+    for at in 0..whole.len() {
+        for flip in [1u8, 0x80, 0xff] {
+            let mut bytes = whole.clone();
+            bytes[at] ^= flip;
+            if let Ok((_dir, f)) = open(&bytes) {
+                f.names().iter().for_each(|n| drop(f.read(n).unwrap()));
+            }
+        }
+    }
 }
 
 #[test]
