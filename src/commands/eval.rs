@@ -16,10 +16,13 @@ const DEFAULT_CONTEXT: usize = 512;
 pub struct Args {
     /// The model: a folder (float or compressed-tensors) or a GGUF file.
     #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    pub(super) model: PathBuf,
     /// A model to measure KL divergence and agreement against, of the same vocabulary; mostly the float original.
     #[arg(long, value_name = "MODEL")]
-    reference: Option<PathBuf>,
+    pub(super) reference: Option<PathBuf>,
+    /// For an image model: a folder of JPEG files whose names end in the class (`cat_281.jpg`). Top-1 is measured instead.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["text", "tokens_file", "context", "max_tokens"])]
+    images: Option<PathBuf>,
     /// Held-out text, UTF-8; each file is tokenized alone and starts a new window. May be given again.
     #[arg(long, value_name = "FILE")]
     text: Vec<PathBuf>,
@@ -34,7 +37,7 @@ pub struct Args {
     max_tokens: Option<usize>,
     /// Also write the report to this file, as JSON.
     #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Also write the model's logits for each list of --tokens-file, run as one sequence: `logits.0`, `logits.1`...,
     /// F32 [len, vocab], safetensors.
     #[arg(long, value_name = "FILE", requires = "tokens_file")]
@@ -43,6 +46,9 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if let Some(dir) = &args.images {
+        return super::eval_images::run(&args, dir, global);
+    }
     if args.text.is_empty() && args.tokens_file.is_none() {
         return Err(CliError::usage("--text: expected a file of held-out text, got none").with_hint(
             "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) or --tokens-file IDS.json",
@@ -139,6 +145,10 @@ impl Side {
             }
             ModelConfig::ResNet(_) => Err(CliError::usage(format!(
                 "{}: model_type: dsq eval measures language models here; expected llama, got dsq_resnet",
+                path.display()
+            ))),
+            ModelConfig::EfficientNet(_) => Err(CliError::usage(format!(
+                "{}: model_type: an image model is measured on pictures; expected --images, got none",
                 path.display()
             ))),
         }

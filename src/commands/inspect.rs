@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// Options of `dsq inspect`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder or a GGUF file.
+    /// A Hugging Face folder, a GGUF file or an EfficientNet-Lite0 as a PyTorch file.
     model: PathBuf,
 }
 
@@ -204,6 +204,14 @@ fn describe(config: &ModelConfig) -> String {
             c.vocab_size,
             c.max_position_embeddings,
             if c.tie_word_embeddings { ", tied embeddings" } else { "" },
+        ),
+        ModelConfig::EfficientNet(c) => format!(
+            "EfficientNet-Lite0: {0}x{0} images, {1} layers, {2} classes, batch norm {3}{4}",
+            c.image_size,
+            c.layers().len(),
+            c.num_classes,
+            if c.batch_norm { "as stored" } else { "folded" },
+            if c.channel_clip { ", channels equalised" } else { "" },
         ),
         ModelConfig::ResNet(c) => format!(
             "residual network: {}x{}x{} images, stages {:?} of {} blocks, {} classes",

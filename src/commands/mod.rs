@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod doctor;
 pub mod eval;
+mod eval_images;
 pub mod export;
 pub mod inspect;
 pub mod quantize;

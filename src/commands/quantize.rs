@@ -1,8 +1,9 @@
 //! `dsq quantize`: post-training quantization into a compressed-tensors folder: rounded to the nearest grid point here, by
-//! GPTQ or AWQ in `calibrated.rs`. The grid is dsq-quant's, the methods are dsq-train's, the folder and its proof are
+//! GPTQ or AWQ in `calibrated.rs`, image models in `images.rs`. The grid is dsq-quant's, the methods are dsq-train's, the folder and its proof are
 //! dsq-checkpoint's.
 
 mod calibrated;
+mod images;
 
 use calibrated::Calibrated;
 
@@ -23,13 +24,14 @@ use std::path::PathBuf;
 /// Options of `dsq quantize`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder with float weights, or a GGUF file.
+    /// A Hugging Face folder with float weights, a GGUF file, or an EfficientNet-Lite0 as a PyTorch file.
     model: PathBuf,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8 (integers), FP8A16, FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes).
-    /// A16: activations stay float; A8: they become INT8, each token on a scale of its own, found when the model runs.
+    /// A16: activations stay float. A8: they become INT8; of a language model each token on a scale of its own, found when the
+    /// model runs, of an image model on a scale from --calib. W4A4: for image models.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
     /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
@@ -44,6 +46,8 @@ pub struct Args {
     method: Method,
     #[command(flatten)]
     calibration: calibrated::CalibrationArgs,
+    #[command(flatten)]
+    images: images::ImageArgs,
     /// Store a zero point for each scale.
     #[arg(long)]
     asymmetric: bool,
@@ -111,10 +115,17 @@ struct Layer {
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     // All that can be known without reading a weight comes first.
-    args.calibration.check(args.method)?;
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
+    if let ModelConfig::EfficientNet(model) = ckpt.config() {
+        args.calibration.check_images()?;
+        return images::run(&args, global, &ckpt, model);
+    }
+    args.calibration.check(args.method)?;
+    if let Some(option) = args.images.given() {
+        return Err(CliError::usage(format!("{option}: only for image models; expected no such option, got it")));
+    }
     let mut model = ckpt.config().clone();
     let config = quant_config(&args, &ckpt, &mut model)?;
     check_groups(&args.model, &model, &config)?;

@@ -3,6 +3,7 @@
 mod architecture;
 mod cli;
 mod command;
+mod efficientnet;
 mod float_coded;
 mod llama_bound;
 mod model_files;

@@ -4,11 +4,13 @@
 use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
-use crate::json::{parse_json, read_bounded, read_json};
+use crate::json::{open_regular, parse_json, read_bounded, read_json};
 use crate::packed::{DiskFormat, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
+use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
+use crate::safetensors::read_at;
 use crate::tensor::floats_from_bytes;
-use crate::{CheckpointError, Dtype, Fault, ModelConfig, TensorInfo};
+use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
 use dsq_quant::{FloatType, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -29,7 +31,8 @@ pub const AUX_FILES: [&str; 9] = [
 /// Largest file beside the weights that is read.
 const MAX_AUX_BYTES: u64 = 1 << 30;
 
-/// A model on disk: a Hugging Face folder (float or compressed-tensors) or one GGUF file.
+/// A model on disk: a Hugging Face folder (float or compressed-tensors), one GGUF file, or the state dict of an
+/// EfficientNet-Lite0 in a PyTorch file.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -44,6 +47,7 @@ pub struct Checkpoint {
 enum Source {
     Folder(Folder),
     Gguf(Box<GgufFile>),
+    Pytorch(PytorchFile),
 }
 
 /// The weight of a linear or convolution module as a matrix.
@@ -108,10 +112,30 @@ impl Checkpoint {
             let hint = "give the folder that holds config.json and the weights";
             return Err(CheckpointError::invalid(path, "", problem).with_hint(hint));
         }
+        if is_pytorch(&head(path)?) {
+            return Self::open_pytorch(path);
+        }
         let file = GgufFile::open(path)?;
         let config = file.config().clone();
         let source = Source::Gguf(Box::new(file));
         Ok(Self { path: path.to_path_buf(), config, quantization: None, source, faults: Vec::new() })
+    }
+
+    /// A PyTorch file has no config: the architecture is told by the names and shapes of its tensors.
+    fn open_pytorch(path: &Path) -> Result<Self, CheckpointError> {
+        let file = PytorchFile::open(path)?;
+        let config = EfficientNetConfig::detect(|name| file.info(name).map(|i| i.shape)).ok_or_else(|| {
+            let first = file.names().into_iter().next().unwrap_or_default();
+            let problem =
+                "expected the tensors of an EfficientNet-Lite0 (names of efficientnet-lite-pytorch), got others";
+            CheckpointError::invalid(path, first, problem)
+                .with_hint("other PyTorch models are not known here: give a Hugging Face folder with safetensors")
+        })?;
+        let (config, source, faults) = (ModelConfig::EfficientNet(config), Source::Pytorch(file), Vec::new());
+        let mut out = Self { path: path.to_path_buf(), config, quantization: None, source, faults };
+        let found = crate::checks::check_tensors(&out)?;
+        out.faults.extend(found);
+        Ok(out)
     }
 
     /// The folder or file.
@@ -134,6 +158,7 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(f) => f.names().map(str::to_owned).collect(),
             Source::Gguf(g) => g.names(),
+            Source::Pytorch(p) => p.names(),
         }
     }
 
@@ -142,6 +167,7 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(f) => f.find(name).map(|(_, e)| e.info()),
             Source::Gguf(g) => g.info(name),
+            Source::Pytorch(p) => p.info(name),
         }
     }
 
@@ -150,6 +176,7 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(f) => f.find(name).map(|(_, e)| e.dtype),
             Source::Gguf(_) => None,
+            Source::Pytorch(p) => p.dtype(name),
         }
     }
 
@@ -159,7 +186,7 @@ impl Checkpoint {
     /// [`CheckpointError::Invalid`] for a tensor that is absent or no float; I/O errors.
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
         match &self.source {
-            Source::Folder(_) => {
+            Source::Folder(_) | Source::Pytorch(_) => {
                 let (dtype, bytes) = self.read_stored(name)?;
                 let float = dtype.float().ok_or_else(|| {
                     self.invalid(
@@ -173,7 +200,7 @@ impl Checkpoint {
         }
     }
 
-    /// The stored bytes of a tensor (little endian) and their dtype; only of safetensors.
+    /// The stored bytes of a tensor (little endian, row major) and their dtype; only of safetensors and PyTorch files.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for a tensor that is absent; I/O errors.
@@ -184,6 +211,7 @@ impl Checkpoint {
                 Ok((entry.dtype, file.read(entry)?))
             }
             Source::Gguf(_) => Err(self.invalid(name, "expected a safetensors tensor, got a GGUF block type")),
+            Source::Pytorch(p) => p.read(name)?.ok_or_else(|| self.missing(name)),
         }
     }
 
@@ -193,7 +221,7 @@ impl Checkpoint {
     /// As [`Checkpoint::read_stored`].
     pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
         match &self.source {
-            Source::Folder(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
+            Source::Folder(_) | Source::Pytorch(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
             Source::Gguf(g) => g.sha256(name),
         }
     }
@@ -398,6 +426,7 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(_) => self.aux_file("tokenizer.json"),
             Source::Gguf(g) => g.tokenizer_json(),
+            Source::Pytorch(_) => Ok(None),
         }
     }
 
@@ -419,6 +448,7 @@ impl Checkpoint {
                 chat_template_of(&parse_json(&bytes, &file)?, &file)
             }
             Source::Gguf(g) => g.chat_template(),
+            Source::Pytorch(_) => Ok(None),
         }
     }
 
@@ -437,6 +467,7 @@ impl Checkpoint {
                 read_bounded(&path, MAX_AUX_BYTES).map(Some)
             }
             Source::Gguf(g) => Ok(g.aux_files()?.into_iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes)),
+            Source::Pytorch(_) => Ok(None),
         }
     }
 
@@ -456,6 +487,7 @@ impl Checkpoint {
                 Ok(out)
             }
             Source::Gguf(g) => g.aux_files(),
+            Source::Pytorch(_) => Ok(Vec::new()),
         }
     }
 
@@ -479,6 +511,9 @@ impl Checkpoint {
         if let Source::Gguf(g) = &self.source {
             faults.extend(g.faults());
         }
+        if let Source::Pytorch(p) = &self.source {
+            faults.extend(p.faults());
+        }
         faults.extend(crate::checks::lint(self));
         faults
     }
@@ -490,6 +525,14 @@ impl Checkpoint {
     pub(crate) fn missing(&self, name: &str) -> CheckpointError {
         self.invalid(name, "expected this tensor, got nothing")
     }
+}
+
+/// The first bytes of a file, by which its kind is told.
+fn head(path: &Path) -> Result<Vec<u8>, CheckpointError> {
+    let (file, len) = open_regular(path)?;
+    let mut bytes = vec![0u8; len.min(4) as usize];
+    read_at(&file, path, &mut bytes, 0)?;
+    Ok(bytes)
 }
 
 /// SHA-256 in hex.

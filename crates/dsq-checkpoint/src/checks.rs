@@ -166,6 +166,9 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
             return false;
         }
     }
+    if matches!(ckpt.config(), ModelConfig::EfficientNet(c) if c.is_counter(name)) {
+        return false;
+    }
     let last = name.rsplit('.').next().unwrap_or_default();
     let parts =
         ["weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "input_scale"];

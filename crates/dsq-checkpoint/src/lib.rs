@@ -1,4 +1,4 @@
-//! Model files: Hugging Face folders (float and compressed-tensors), shards, safetensors, GGUF; strict reading,
+//! Model files: Hugging Face folders (float and compressed-tensors), shards, safetensors, GGUF, PyTorch; strict reading,
 //! atomic writing, and an export that re-reads itself and proves that nothing changed.
 //!
 //! This crate owns no formula (see `dsq-quant`), computes no forward pass and prints nothing.
@@ -8,18 +8,20 @@ mod checks;
 mod config;
 mod error;
 mod export;
+mod folded;
 mod folder;
 pub mod gguf;
 mod groups;
 mod json;
 mod packed;
+mod pytorch;
 mod quantization;
 mod safetensors;
 mod tensor;
 mod write;
 
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
-pub use config::{LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
+pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder};
 pub use groups::check_groups;

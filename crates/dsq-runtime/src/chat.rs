@@ -51,7 +51,7 @@ impl ChatTemplate {
         };
         let (bos, eos) = match model.config() {
             dsq_checkpoint::ModelConfig::Llama(c) => (c.bos_token_id, c.eos_token_ids.first().copied()),
-            dsq_checkpoint::ModelConfig::ResNet(_) => (None, None),
+            _ => (None, None),
         };
         let file = model.path().display().to_string();
         Self::new(source, text_of(bos), text_of(eos), &file).map(Some)

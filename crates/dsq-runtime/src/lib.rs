@@ -4,6 +4,7 @@
 mod cache;
 mod chat;
 mod cnn;
+mod efficientnet;
 mod error;
 mod generate;
 mod llama;
@@ -14,6 +15,7 @@ mod tokenizer;
 pub use cache::KvCache;
 pub use chat::{ChatTemplate, Message};
 pub use cnn::CnnRuntime;
+pub use efficientnet::EfficientNetRuntime;
 pub use error::RuntimeError;
 pub use generate::{FinishReason, Generated, generate};
 pub use llama::{LlamaRuntime, Logits};

@@ -22,9 +22,9 @@ const DEFAULT_CONTEXT: usize = 512;
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq, awq and blockwise, UTF-8, of the kind that the model will see. What is measured on this text
-    /// afterwards says little.
-    #[arg(long, value_name = "FILE")]
+    /// Text for --method gptq, awq and blockwise, UTF-8, of the kind that the model will see; for image models a folder of
+    /// JPEG files, with every method. What is measured on it afterwards says little.
+    #[arg(long, value_name = "FILE|DIR")]
     calib: Option<PathBuf>,
     /// Tokens to take from --calib, in windows that are spread over the whole text [default: 32768].
     #[arg(long, value_name = "N")]
@@ -84,6 +84,32 @@ pub(super) fn name(method: Method) -> &'static str {
 }
 
 impl CalibrationArgs {
+    /// What `--calib` names.
+    pub(super) fn calib(&self) -> Option<&std::path::Path> {
+        self.calib.as_deref()
+    }
+
+    /// What can be known of the options for an image model.
+    ///
+    /// # Errors
+    /// Exit code 2 for options about text or training.
+    pub(super) fn check_images(&self) -> Result<(), CliError> {
+        let given = [
+            ("--calib-tokens", self.calib_tokens.is_some()),
+            ("--calib-context", self.calib_context.is_some()),
+            ("--epochs", self.epochs.is_some()),
+            ("--steps", self.steps.is_some()),
+            ("--end-weight-rate", self.end_weight_rate.is_some()),
+            ("--end-scale-rate", self.end_scale_rate.is_some()),
+        ];
+        match given.iter().find(|(_, given)| *given) {
+            Some((option, _)) => {
+                Err(CliError::usage(format!("{option}: not for an image model; expected no such option, got one")))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// What can be known without opening a file.
     ///
     /// # Errors
@@ -264,7 +290,7 @@ pub(super) fn quantize(
     let float_dtype = args.dtype.or(default_dtype(ckpt));
     let layers = match ckpt.config() {
         ModelConfig::Llama(c) => c.num_hidden_layers,
-        ModelConfig::ResNet(_) => 0,
+        ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => 0,
     };
     let bar = output::progress(1, "quantize {bar:30} {percent}% {msg} {eta}");
     let mut on_progress = |p: &PtqProgress| {

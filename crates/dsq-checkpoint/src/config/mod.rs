@@ -1,10 +1,12 @@
 //! `config.json`: which model the tensors make up. Every key is honoured or refused by name; nothing is ignored that
 //! changes what the model computes.
 
+mod efficientnet;
 pub(crate) mod fields;
 mod llama;
 mod resnet;
 
+pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use llama::LlamaConfig;
 pub use resnet::ResNetConfig;
 
@@ -42,6 +44,8 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// dsq's own residual network for small images.
     ResNet(ResNetConfig),
+    /// EfficientNet-Lite0.
+    EfficientNet(EfficientNetConfig),
 }
 
 impl ModelConfig {
@@ -74,6 +78,8 @@ impl ModelConfig {
             Self::Llama(LlamaConfig::from_fields(&fields, file, &mut faults)?)
         } else if model_type == Some(ResNetConfig::MODEL_TYPE) && architectures.is_empty() {
             Self::ResNet(ResNetConfig::from_fields(&fields)?)
+        } else if model_type == Some(EfficientNetConfig::MODEL_TYPE) && architectures.is_empty() {
+            Self::EfficientNet(EfficientNetConfig::from_fields(&fields)?)
         } else {
             let (key, got) = match (model_type, architectures.first()) {
                 (Some("llama"), Some(a)) => ("architectures", a.as_str()),
@@ -82,8 +88,9 @@ impl ModelConfig {
                 (None, None) => ("model_type", "nothing"),
             };
             let problem = format!(
-                "architecture not supported; expected llama (LlamaForCausalLM) or {}, got {got}",
-                ResNetConfig::MODEL_TYPE
+                "architecture not supported; expected llama (LlamaForCausalLM), {} or {}, got {got}",
+                ResNetConfig::MODEL_TYPE,
+                EfficientNetConfig::MODEL_TYPE,
             );
             return Err(fields.error(key, problem));
         };
@@ -95,6 +102,7 @@ impl ModelConfig {
         match self {
             Self::Llama(c) => c.to_json(),
             Self::ResNet(c) => c.to_json(),
+            Self::EfficientNet(c) => c.to_json(),
         }
     }
 
@@ -103,14 +111,16 @@ impl ModelConfig {
         match self {
             Self::Llama(c) => c.linears(),
             Self::ResNet(c) => c.linears(),
+            Self::EfficientNet(c) => c.linears(),
         }
     }
 
-    /// The other tensors that the config calls for, with their shapes: embeddings and norms.
+    /// The other tensors that the config calls for, with their shapes: embeddings, norms and biases that must be there.
     pub(crate) fn other_tensors(&self) -> Vec<(String, Vec<usize>)> {
         match self {
             Self::Llama(c) => c.other_tensors(),
             Self::ResNet(_) => Vec::new(),
+            Self::EfficientNet(c) => c.other_tensors(),
         }
     }
 
@@ -133,7 +143,7 @@ impl ModelConfig {
     pub fn default_ignore(&self) -> Vec<String> {
         match self {
             Self::Llama(_) => vec!["lm_head".into()],
-            Self::ResNet(_) => Vec::new(),
+            Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
         }
     }
 }

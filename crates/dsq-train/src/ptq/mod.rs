@@ -13,6 +13,7 @@
 mod awq;
 mod blockwise;
 mod calibration;
+pub mod cnn;
 mod gptq;
 mod hessian;
 mod layer;

@@ -1,0 +1,219 @@
+//! The codes of one convolution, learned against the outputs that it should give. GPTQ itself is `gptq.rs`; this makes its
+//! inputs of pictures and pixels. Not the walk over the network.
+//!
+//! With `x` the inputs of an output pixel (on the quantized stream, less their mean where the bias will take that up) and `d`
+//! what the float weight `W` then misses of the target, the weight that fits best is `W + D X^T (X X^T + lambda I)^-1`. GPTQ
+//! rounds that one. `lambda` is a tenth of the mean diagonal: there are fewer pixels than inputs in the last blocks, and what
+//! pictures do not say about a weight must leave it alone.
+
+use crate::ptq::hessian::{Hessian, dot};
+use crate::ptq::{Factor, gptq_quantize};
+use dsq_kernels::conv::SameConv;
+use dsq_kernels::train::{Strided, matmul};
+use dsq_quant::{QuantArgs, QuantError, QuantizedMatrix};
+use rayon::prelude::*;
+
+/// Output pixels of a picture that are looked at.
+const PIXELS: usize = 256;
+/// `lambda`, as a share of the mean diagonal.
+const RIDGE: f64 = 0.1;
+
+/// A layer, what it reads and what it should give.
+pub(super) struct Fitted<'a> {
+    pub conv: &'a SameConv,
+    /// `[m, side, side, c]`, in units of `step`.
+    pub input: &'a [f32],
+    pub step: f32,
+    /// `[m, out, out, n]`, without the bias.
+    pub target: &'a [f32],
+    /// `[n, c, k, k]`.
+    pub weight: &'a [f32],
+}
+
+impl Fitted<'_> {
+    /// Codes for the weight; `centred`: means do not matter.
+    pub(super) fn codes(&self, args: QuantArgs, centred: bool) -> Result<QuantizedMatrix, QuantError> {
+        let (conv, n) = (self.conv, self.conv.n);
+        let (mut rows, each) = conv.columns(self.input, PIXELS);
+        rows.iter_mut().for_each(|v| *v *= self.step);
+        let mut missing = self.missing(each);
+        if centred {
+            centre(&mut rows, conv.kernel * conv.kernel * conv.c);
+            centre(&mut missing, n);
+        }
+        if conv.depthwise { self.depthwise(&rows, &missing, args) } else { self.dense(rows, &missing, args) }
+    }
+
+    /// What the float weight misses of the target on the layer's inputs, `[m * each, n]`, at the pixels of `columns`.
+    fn missing(&self, each: usize) -> Vec<f32> {
+        let (n, pixels) = (self.conv.n, self.conv.output() * self.conv.output());
+        let got = self.conv.forward(self.input, self.weight);
+        let pictures = self.target.chunks_exact(pixels * n).zip(got.chunks_exact(pixels * n));
+        pictures
+            .flat_map(|(t, g)| (0..each).flat_map(move |i| (0..n).map(move |j| (t, g, i * pixels / each * n + j))))
+            .map(|(t, g, at)| t[at] - g[at] * self.step)
+            .collect()
+    }
+
+    fn dense(&self, rows: Vec<f32>, missing: &[f32], args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+        let (conv, n, k) = (self.conv, self.conv.n, self.conv.k());
+        let rows = stored_order(rows, conv.kernel * conv.kernel, conv.c);
+        let mut h = Hessian::new(k);
+        h.add(&rows);
+        let count = rows.len() / k;
+        let cross = matmul(Strided::rows(missing, n).t(), Strided::rows(&rows, k), [n, k, count]);
+        let weight = refit(self.weight, &cross, &h);
+        Ok(gptq_quantize(&weight, n, k, &h, Factor::new(&h).as_ref(), args)?.0)
+    }
+
+    /// Every channel is a layer of its own with one output.
+    fn depthwise(&self, rows: &[f32], missing: &[f32], args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+        let (n, k) = (self.conv.n, self.conv.k());
+        let one = |j: usize| {
+            let inputs: Vec<f32> =
+                rows.chunks_exact(k * n).flat_map(|r| r.iter().skip(j).step_by(n)).copied().collect();
+            let mut h = Hessian::new(k);
+            h.add(&inputs);
+            let mut cross = vec![0.0f32; k];
+            for (x, d) in inputs.chunks_exact(k).zip(missing.iter().skip(j).step_by(n)) {
+                cross.iter_mut().zip(x).for_each(|(c, x)| *c += x * d);
+            }
+            let weight = refit(&self.weight[j * k..(j + 1) * k], &cross, &h);
+            Ok(gptq_quantize(&weight, 1, k, &h, Factor::new(&h).as_ref(), args)?.0)
+        };
+        let channels = (0..n).into_par_iter().map(one).collect::<Result<Vec<_>, QuantError>>()?;
+        let mut out = QuantizedMatrix {
+            args,
+            n,
+            k,
+            codes: Vec::with_capacity(n * k),
+            scales: Vec::with_capacity(n),
+            zeros: Vec::new(),
+            global_scale: None,
+        };
+        for c in channels {
+            out.codes.extend(c.codes);
+            out.scales.extend(c.scales);
+            out.zeros.extend(c.zeros);
+        }
+        out.validate()?;
+        Ok(out)
+    }
+}
+
+/// Takes the mean of each column away.
+fn centre(rows: &mut [f32], len: usize) {
+    let mean = super::means(rows, len);
+    for row in rows.chunks_exact_mut(len) {
+        row.iter_mut().zip(&mean).for_each(|(v, m)| *v = (f64::from(*v) - m) as f32);
+    }
+}
+
+/// Rows `[taps, c]` as `[c, taps]`, the order of a stored weight.
+fn stored_order(rows: Vec<f32>, taps: usize, c: usize) -> Vec<f32> {
+    if taps == 1 {
+        return rows;
+    }
+    let turn = |row: &[f32]| (0..c * taps).map(|i| row[i % taps * c + i / taps]).collect::<Vec<f32>>();
+    rows.par_chunks(taps * c).flat_map_iter(turn).collect()
+}
+
+/// `w + cross (h + lambda I)^-1`, `w` and `cross` `[n, k]`; `w` where that cannot be computed.
+fn refit(w: &[f32], cross: &[f32], h: &Hessian) -> Vec<f32> {
+    let k = h.k();
+    let lambda = RIDGE * h.diagonal().iter().sum::<f64>() / k.max(1) as f64;
+    let Some(lower) = cholesky(h, lambda) else { return w.to_vec() };
+    let mut out = w.to_vec();
+    out.par_chunks_mut(k).zip(cross.par_chunks(k)).for_each(|(w, cross)| {
+        let mut x: Vec<f64> = cross.iter().map(|&v| f64::from(v)).collect();
+        for i in 0..k {
+            x[i] = (x[i] - dot(&lower[i * k..i * k + i], &x[..i])) / lower[i * k + i];
+        }
+        for i in (0..k).rev() {
+            x[i] /= lower[i * k + i];
+            let (done, xi) = (&lower[i * k..i * k + i], x[i]);
+            x[..i].iter_mut().zip(done).for_each(|(x, l)| *x -= l * xi);
+        }
+        w.iter_mut().zip(&x).for_each(|(w, d)| *w = (f64::from(*w) + d) as f32);
+    });
+    if out.iter().all(|v| v.is_finite()) { out } else { w.to_vec() }
+}
+
+/// The lower triangular `L` of `h + lambda I = L L^T`, `[k, k]` row major, zeros above; `None` without a positive pivot. Each
+/// element is one scalar product: the bits do not depend on the number of threads.
+fn cholesky(h: &Hessian, lambda: f64) -> Option<Vec<f64>> {
+    let k = h.k();
+    let mut a = vec![0.0f64; k * k];
+    for j in 0..k {
+        let (row, below) = a[j * k..].split_at_mut(k);
+        let pivot = h.at(j, j) + lambda - dot(&row[..j], &row[..j]);
+        if !(pivot > 0.0 && pivot.is_finite()) {
+            return None;
+        }
+        let pivot = pivot.sqrt();
+        row[j] = pivot;
+        let row = &*row;
+        below.par_chunks_mut(k).enumerate().with_min_len(64).for_each(|(i, other)| {
+            other[j] = (h.at(j + 1 + i, j) - dot(&other[..j], &row[..j])) / pivot;
+        });
+    }
+    Some(a)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ptq::tests::{normal, with_threads};
+    use dsq_quant::{FloatType, Granularity};
+
+    /// Squared error of `codes` against the target, means taken out.
+    fn error(f: &Fitted, q: &QuantizedMatrix) -> f64 {
+        let got = f.conv.forward(f.input, &q.dequantize());
+        let mut d: Vec<f32> = f.target.iter().zip(got).map(|(t, g)| t - g * f.step).collect();
+        centre(&mut d, f.conv.n);
+        d.iter().map(|v| f64::from(*v).powi(2)).sum()
+    }
+
+    #[test]
+    fn learned_codes_fit_the_outputs_better_than_rounded_ones() {
+        let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
+        for (kernel, n, depthwise) in [(1, 6, false), (3, 6, false), (3, 12, true)] {
+            let conv = SameConv { side: 9, c: 12, n, kernel, stride: 1, depthwise };
+            let x = normal(6 * 81 * 12, 1);
+            // Inputs that depend on each other, and an input of the layer that is off from the float one.
+            let x: Vec<f32> = x.iter().enumerate().map(|(i, v)| v + 2.0 * x[i / 12 * 12] + 1.0).collect();
+            let off: Vec<f32> = x.iter().zip(normal(x.len(), 2)).map(|(x, e)| ((x + 0.3 * e) / 0.05).round()).collect();
+            let weight = normal(n * conv.k(), 3);
+            let target = conv.forward(&x, &weight);
+            let fitted = Fitted { conv: &conv, input: &off, step: 0.05, target: &target, weight: &weight };
+            let run = |threads| with_threads(threads, || fitted.codes(args, true).unwrap());
+            let learned = run(1);
+            assert_eq!(run(3), learned);
+            let rounded = QuantizedMatrix::quantize(&weight, n, conv.k(), args).unwrap();
+            let (learned, rounded) = (error(&fitted, &learned), error(&fitted, &rounded));
+            assert!(learned < 0.7 * rounded, "kernel {kernel}: {learned} against {rounded}");
+        }
+    }
+
+    #[test]
+    fn the_refit_solves_its_equations() {
+        let (k, n) = (7, 3);
+        let mut h = Hessian::new(k);
+        h.add(&normal(40 * k, 1));
+        let (w, cross) = (normal(n * k, 2), normal(n * k, 3));
+        let lambda = RIDGE * h.diagonal().iter().sum::<f64>() / k as f64;
+        for ((new, old), cross) in refit(&w, &cross, &h).chunks(k).zip(w.chunks(k)).zip(cross.chunks(k)) {
+            for i in 0..k {
+                let sum: f64 =
+                    (0..k).map(|j| (h.at(i, j) + if i == j { lambda } else { 0.0 }) * f64::from(new[j] - old[j])).sum();
+                assert!((sum - f64::from(cross[i])).abs() < 1e-4, "{sum} {}", cross[i]);
+            }
+        }
+    }
+
+    #[test]
+    fn columns_turn_to_the_order_of_stored_weights() {
+        // Two taps of three channels: [t0c0 t0c1 t0c2 t1c0 t1c1 t1c2] to [c0t0 c0t1 c1t0 ...].
+        assert_eq!(stored_order(vec![0.0, 1.0, 2.0, 10.0, 11.0, 12.0], 2, 3), [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]);
+    }
+}
