@@ -68,6 +68,8 @@ fn config(dir: &Path) -> CnnTrainConfig {
         calibration_batches: 2,
         observer: ObserverKind::MovingAverage,
         observer_rate: 0.1,
+        learned_scales: None,
+        distill: None,
         save_every: 3,
     }
 }

@@ -20,7 +20,7 @@ fn config() -> ResNetConfig {
 fn settings(placement: BnPlacement) -> QatSettings {
     let scheme = QuantScheme::preset("W4A4", Granularity::PerChannel, FloatType::F32).unwrap();
     let config = QuantConfig::new(scheme, &["re:conv1$".into(), "fc".into()]).unwrap();
-    QatSettings { config, placement, observer: ObserverKind::MovingAverage, rate: 0.1 }
+    QatSettings { config, placement, observer: ObserverKind::MovingAverage, rate: 0.1, learned: false }
 }
 
 fn images(m: usize, side: usize, seed: u64, device: &Device) -> Tensor<4> {
