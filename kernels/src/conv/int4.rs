@@ -47,7 +47,11 @@ impl Int4Conv {
             || w.args.mapping != Mapping::Symmetric
             || matches!(w.args.granularity, Granularity::PerGroup(_))
         {
-            return Err(setting("weights", "symmetric INT4, INT3 or INT2, per channel or per tensor", format!("{:?}", w.args)));
+            return Err(setting(
+                "weights",
+                "symmetric INT4, INT3 or INT2, per channel or per tensor",
+                format!("{:?}", w.args),
+            ));
         }
         if input.granularity != Granularity::PerTensor || input.qtype.float().is_some() {
             return Err(setting("activations", "integers with one static scale for the tensor", format!("{input:?}")));
@@ -87,7 +91,11 @@ impl Int4Conv {
 
     /// Which path runs, and why.
     pub fn describe(&self) -> &'static str {
-        if avx2() { "weights in 4 bits x u8 codes, AVX2 maddubs" } else { "weights in 4 bits x u8 codes, scalar (no AVX2)" }
+        if avx2() {
+            "weights in 4 bits x u8 codes, AVX2 maddubs"
+        } else {
+            "weights in 4 bits x u8 codes, scalar (no AVX2)"
+        }
     }
 
     /// The sums `[m, oh, ow, n]` of `(code - zero) * weight`; outside a picture the input is exactly 0.

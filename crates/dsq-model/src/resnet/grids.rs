@@ -166,8 +166,7 @@ impl ResNet {
                 None => layer.folded(eps).0,
             };
             // Not rounded to the stored dtype: this is a multiple of the factor.
-            let args =
-                QuantArgs { observer: WeightObserver::Mse, scale_dtype: FloatType::F32, ..scheme.weights };
+            let args = QuantArgs { observer: WeightObserver::Mse, scale_dtype: FloatType::F32, ..scheme.weights };
             let params = dsq_kernels::quantize::qparams_of(&values, n, k, args)?;
             *scales = params.iter().map(|p| p.scale).collect();
         }

@@ -309,4 +309,6 @@ impl ResNet {
 }
 
 #[cfg(test)]
+mod grid_tests;
+#[cfg(test)]
 mod tests;

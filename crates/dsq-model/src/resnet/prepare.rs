@@ -161,9 +161,8 @@ impl ResNet {
     /// observed.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
-        let refused = |field, expected: &str, got: String| {
-            Err(QuantError::Setting { field, expected: expected.into(), got })
-        };
+        let refused =
+            |field, expected: &str, got: String| Err(QuantError::Setting { field, expected: expected.into(), got });
         if settings.learned && settings.placement != BnPlacement::Skipped {
             return refused("learned_scales", "batch norm skipped", format!("{:?}", settings.placement));
         }

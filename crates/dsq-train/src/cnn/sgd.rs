@@ -68,7 +68,11 @@ impl Sgd {
     /// Everything but that number, for a checkpoint.
     pub(super) fn state(&self) -> Vec<StateTensor> {
         let buffer = |(i, b): (usize, &Vec<f32>)| {
-            (!b.is_empty()).then(|| StateTensor { name: format!("momentum.{i}"), shape: vec![b.len()], data: b.clone() })
+            (!b.is_empty()).then(|| StateTensor {
+                name: format!("momentum.{i}"),
+                shape: vec![b.len()],
+                data: b.clone(),
+            })
         };
         let buffers = self.buffers.iter().enumerate().filter_map(buffer);
         buffers.chain(self.grids.state(MOMENTS)).collect()
