@@ -23,8 +23,9 @@ const BATCH: usize = 100;
 /// # Errors
 /// Exit code 2.
 pub fn check(job: &CnnJob) -> Result<(), CliError> {
-    job.quant.config()?;
-    Ok(job.train.validate()?)
+    let quant = job.quant.config()?;
+    job.train.validate()?;
+    Ok(job.train.check_quant(&quant)?)
 }
 
 /// Trains, exports and evaluates; writes the run folder's `report.json` and `loss.svg`.

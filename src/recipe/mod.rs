@@ -182,6 +182,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
     train.finish()?;
 
     let mut qat = root.table("qat")?;
+    let freeze_bn_step = qat.count("freeze_bn_step", 0..=i64::MAX, None)?;
     let config = CnnTrainConfig {
         seeds,
         channels,
@@ -190,8 +191,8 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         data: CnnData { train_images, train_labels, test_images, test_labels, train_limit, test_limit },
         float,
         qat: read_cnn_phase(&mut qat)?,
-        freeze_bn_step: qat.count("freeze_bn_step", 0..=i64::MAX, None)?,
-        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, None)?,
+        freeze_bn_step,
+        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, Some(freeze_bn_step as i64))?,
         wrong_way: qat.choice(
             "wrong_way",
             &[

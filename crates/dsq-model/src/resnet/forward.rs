@@ -83,11 +83,11 @@ impl Leaves {
     }
 }
 
-/// A convolution's input: as it is, or as codes on a grid and their scale `[1]`.
+/// A convolution's input: as it is, or codes on a grid and their scale `[1]`.
 #[derive(Clone)]
-enum Input {
-    Float(Tensor<4>),
-    Codes(Tensor<4>, Tensor<1>),
+struct Input {
+    x: Tensor<4>,
+    scale: Option<Tensor<1>>,
 }
 
 impl ResNet {
@@ -264,7 +264,7 @@ impl Run<'_> {
         let by = gradient_factor(x.dims()[1..].iter().product(), &args);
         let scale = ops::shipped_scale(ops::scale_gradient(scale.clone(), by), args);
         let zero = zero.clone().map(|z| ops::scale_gradient(z, by));
-        Ok(Some(Input::Codes(ops::learned_codes(x.clone(), args, scale.clone(), zero), scale)))
+        Ok(Some(Input { x: ops::learned_codes(x.clone(), args, scale.clone(), zero), scale: Some(scale) }))
     }
 
     /// The input of layer `i`, quantized where the layer is.
@@ -274,8 +274,11 @@ impl Run<'_> {
             return Ok(input);
         }
         Ok(match self.grid(site, &x)? {
-            Some((args, p)) => Input::Codes(ops::codes(x, args, vec![p]), self.leaves.vector(vec![p.scale])),
-            None => Input::Float(x),
+            Some((args, p)) => {
+                let scale = Some(self.leaves.vector(vec![p.scale]));
+                Input { x: ops::codes(x, args, vec![p]), scale }
+            }
+            None => Input { x, scale: None },
         })
     }
 
@@ -318,8 +321,9 @@ impl Run<'_> {
             _ => (leaf.weight.clone(), layer.weight.clone()),
         };
         // The products of the two scales, `[n]`; None where nothing is quantized.
-        let (y, scales) = match (plan.scheme.filter(|_| !self.in_float()), x) {
-            (Some(scheme), x) => {
+        let Input { x, scale: input_scale } = x;
+        let (y, scales) = match plan.scheme.filter(|_| !self.in_float()) {
+            Some(scheme) => {
                 let args = scheme.weights;
                 let (codes, scale) = match self.leaves.grids.weights.get(i).cloned().flatten() {
                     Some(t) => {
@@ -336,13 +340,11 @@ impl Run<'_> {
                     }
                 };
                 let scale = if scale.dims() == [n] { scale } else { scale.repeat(&[n]) };
-                match x {
-                    Input::Codes(x, s) => (ops::conv2d(x, codes, stride, pad), Some(scale * s)),
-                    Input::Float(x) => (ops::conv2d(x, codes, stride, pad), Some(scale)),
-                }
+                let scale = input_scale.map_or(scale.clone(), |s| scale * s);
+                (ops::conv2d(x, codes, stride, pad), Some(scale))
             }
-            (None, Input::Float(x)) => (ops::conv2d(x, weight, stride, pad), None),
-            (None, Input::Codes(x, s)) => (ops::conv2d(x * s.reshape([1; 4]), weight, stride, pad), None),
+            // Only what a quantized layer reads is codes.
+            None => (ops::conv2d(x, weight, stride, pad), None),
         };
         let scale = scales.clone().unwrap_or_else(|| self.leaves.vector(vec![1.0; n]));
         let (Some(norm), Some(factor), Some(gamma)) = (&layer.norm, factor, &leaf.gamma) else {

@@ -12,7 +12,7 @@ pub use run::run_cnn;
 use crate::idx::Pictures;
 use crate::{Distill, LearnedScales, TrainError};
 use dsq_checkpoint::{CheckpointError, ExportTensor, ModelConfig, Proof, ResNetConfig, SourceRecord, export_folder};
-use dsq_model::resnet::{BnPlacement, ConvertedLayer};
+use dsq_model::resnet::{BnPlacement, ConvertedLayer, ResNet};
 use dsq_quant::{FloatType, ObserverKind, QuantConfig};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -136,6 +136,19 @@ impl CnnTrainConfig {
         check(self.save_every > 0, "save_every", "at least 1", "0".into())
     }
 
+    /// Checks that the network can be quantized so, which needs no file either.
+    ///
+    /// # Errors
+    /// [`TrainError::Quant`] for a scheme, granularity or learned scales that convolutions do not have.
+    pub fn check_quant(&self, quant: &QuantConfig) -> Result<(), TrainError> {
+        // What a layer is quantized with does not depend on the size of pictures.
+        let mut blank = ResNet::new(&self.network(1, [0.0, 1.0]), 0);
+        for placement in [BnPlacement::Skipped, self.wrong_way] {
+            blank.prepare(run::settings(self, quant, placement)).map_err(run::quant_error)?;
+        }
+        Ok(())
+    }
+
     /// The phases of a seed, in order.
     fn phases(&self) -> &'static [&'static str] {
         match self.wrong_way {
@@ -161,16 +174,20 @@ impl CnnTrainConfig {
             return Err(TrainError::Artifact { path: self.data.train_images.clone(), problem });
         }
         let (mean, std) = data::statistics(train);
-        Ok(ResNetConfig {
+        Ok(self.network(train.size[0], [mean, std]))
+    }
+
+    fn network(&self, image_size: usize, [mean, std]: [f32; 2]) -> ResNetConfig {
+        ResNetConfig {
             in_channels: 1,
-            image_size: train.size[0],
+            image_size,
             channels: self.channels.clone(),
             blocks_per_stage: self.blocks_per_stage,
             num_classes: self.num_classes,
             norm_eps: 1e-5,
             mean: vec![mean],
             std: vec![std],
-        })
+        }
     }
 }
 

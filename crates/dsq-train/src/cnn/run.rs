@@ -34,6 +34,7 @@ pub fn run_cnn(
     callback: &mut dyn FnMut(&CnnProgress) -> Control,
 ) -> Result<CnnResults, TrainError> {
     config.validate()?;
+    config.check_quant(quant)?;
     let d = &config.data;
     let train = Pictures::read(&d.train_images, &d.train_labels, config.num_classes, d.train_limit)?;
     let test = Pictures::read(&d.test_images, &d.test_labels, config.num_classes, d.test_limit)?;
@@ -42,11 +43,6 @@ pub fn run_cnn(
         return Err(TrainError::Artifact { path: d.test_images.clone(), problem });
     }
     let architecture = config.architecture(&train)?;
-    // What the network cannot be quantized with is found before the float phase.
-    let mut blank = ResNet::new(&architecture, 0);
-    for placement in [BnPlacement::Skipped, config.wrong_way] {
-        blank.prepare(settings(config, quant, placement)).map_err(quant_error)?;
-    }
     let mut fingerprint = serde_json::to_value(config).unwrap_or_default();
     // Where the files lie is not what they say: their statistics stand for them.
     if let Some(map) = fingerprint.as_object_mut() {
@@ -67,7 +63,7 @@ pub fn run_cnn(
 }
 
 /// How a network is prepared; scales are learned only where batch norm is skipped.
-fn settings(config: &CnnTrainConfig, quant: &QuantConfig, placement: BnPlacement) -> QatSettings {
+pub(super) fn settings(config: &CnnTrainConfig, quant: &QuantConfig, placement: BnPlacement) -> QatSettings {
     let learned = config.learned_scales.is_some() && placement == BnPlacement::Skipped;
     let (observer, rate) = (config.observer, config.observer_rate);
     QatSettings { config: quant.clone(), placement, observer, rate, learned }
@@ -410,6 +406,6 @@ impl Job<'_> {
     }
 }
 
-fn quant_error(source: QuantError) -> TrainError {
+pub(super) fn quant_error(source: QuantError) -> TrainError {
     TrainError::Quant { module: "network".into(), source }
 }
