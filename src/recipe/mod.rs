@@ -212,6 +212,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
         learned_scales: read_learned_scales(&mut qat)?,
         distill: read_distill(&mut qat)?,
+        float_equal_steps: qat.boolean("float_equal_steps", false)?,
         save_every,
     };
     qat.finish()?;

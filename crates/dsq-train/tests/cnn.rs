@@ -70,6 +70,7 @@ fn config(dir: &Path) -> CnnTrainConfig {
         observer_rate: 0.1,
         learned_scales: None,
         distill: None,
+        float_equal_steps: false,
         save_every: 3,
     }
 }
@@ -140,17 +141,18 @@ fn assert_same(got: &Left, want: &Left, when: &str) {
     assert!(got.shipped == want.shipped, "{when}: what ships");
 }
 
-/// Runs with both observers, two wrong ways, and learned scales with distillation.
+/// Runs with both observers and two wrong ways, and one with learned scales, distillation and the float network of equal steps.
 fn variants(dir: &Path) -> [CnnTrainConfig; 3] {
     let first = config(dir);
     let second = CnnTrainConfig {
         observer: ObserverKind::MinMax,
-        wrong_way: BnPlacement::ConvAndBnObserved,
+        wrong_way: BnPlacement::ConvObserved,
         save_every: 2,
         ..first.clone()
     };
     let third = CnnTrainConfig {
-        wrong_way: BnPlacement::ConvObserved,
+        wrong_way: BnPlacement::Skipped,
+        float_equal_steps: true,
         learned_scales: Some(LearnedScales { rate: 0.01 }),
         distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
         ..first.clone()
@@ -173,7 +175,11 @@ fn c084_a_cnn_run_stopped_after_any_step_resumes_to_the_same_bits() {
         });
         let want = left(straight.path(), &results.unwrap());
         phases.dedup();
-        assert_eq!(phases, [3, 8].map(|s| ["float", "qat_bn_observed", "qat"].map(|p| (s, p))).concat());
+        let names = match config.wrong_way {
+            BnPlacement::Skipped => ["float", "qat", "float_equal_steps"],
+            _ => ["float", "qat_bn_observed", "qat"],
+        };
+        assert_eq!(phases, [3, 8].map(|s| names.map(|p| (s, p))).concat());
         assert!(want.log.lines().count() == STEPS as usize && want.log.contains("\"loss\""));
         for stop in 1..=STEPS {
             let dir = tempfile::tempdir().unwrap();
@@ -258,21 +264,26 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
 }
 
 #[test]
-fn without_a_wrong_way_a_seed_has_two_phases_and_learned_scales_leave_where_they_started() {
+fn phases_follow_from_the_settings_and_learned_scales_leave_where_they_started() {
     let data = tempfile::tempdir().unwrap();
     let learned_scales = Some(LearnedScales { rate: 0.05 });
-    let config = CnnTrainConfig { wrong_way: BnPlacement::Skipped, learned_scales, ..config(data.path()) };
+    let config = CnnTrainConfig {
+        wrong_way: BnPlacement::Skipped,
+        learned_scales,
+        float_equal_steps: true,
+        ..config(data.path())
+    };
     let scales = |rate: f64| {
         let learned_scales = Some(LearnedScales { rate });
         let config = CnnTrainConfig { learned_scales, ..config.clone() };
         let run = tempfile::tempdir().unwrap();
         let results = train(&config, run.path(), false, &mut |p| {
-            assert_eq!(p.steps, 16);
+            assert_eq!(p.steps, 24);
             Control::Continue
         });
         let results = results.unwrap();
         let names: Vec<&str> = results.rows.iter().map(|r| r.name.as_str()).collect();
-        assert_eq!(names, ["float", "ptq", "qat"]);
+        assert_eq!(names, ["float", "ptq", "qat", "float_equal_steps"]);
         let of = |l: &dsq_model::resnet::ConvertedLayer| {
             let activation = l.activation.map_or(0.0, |(_, p)| p.scale);
             l.matrix.as_ref().map(|m| (m.scales.clone(), activation))

@@ -17,6 +17,9 @@ use dsq_quant::{FloatType, ObserverKind, QuantConfig};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
+/// Rows of the table that training can fill.
+const ROWS: usize = 5;
+
 /// Everything that decides a CNN run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -54,6 +57,10 @@ pub struct CnnTrainConfig {
     /// Distillation of the QAT phase (batch norm skipped) from the float result; `None`: cross-entropy only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<Distill>,
+    /// Whether to train the float result on, with the pictures, steps and rates of the QAT phase but without the grid: QAT
+    /// is more training too, and this is the float network it must be held against.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub float_equal_steps: bool,
     /// Steps between checkpoints.
     pub save_every: usize,
 }
@@ -151,20 +158,22 @@ impl CnnTrainConfig {
 
     /// The phases of a seed, in order.
     fn phases(&self) -> &'static [&'static str] {
-        match self.wrong_way {
-            BnPlacement::Skipped => &["float", "qat"],
-            _ => &["float", "qat_bn_observed", "qat"],
+        match (self.wrong_way, self.float_equal_steps) {
+            (BnPlacement::Skipped, false) => &["float", "qat"],
+            (BnPlacement::Skipped, true) => &["float", "qat", "float_equal_steps"],
+            (_, false) => &["float", "qat_bn_observed", "qat"],
+            (_, true) => &["float", "qat_bn_observed", "qat", "float_equal_steps"],
         }
     }
 
     /// Row names, in order; the wrong way by what it observes.
-    fn row_names(&self) -> [&'static str; 4] {
+    fn row_names(&self) -> [&'static str; ROWS] {
         let wrong = match self.wrong_way {
             BnPlacement::Skipped | BnPlacement::BnObserved => "qat_bn_observed",
             BnPlacement::ConvAndBnObserved => "qat_conv_and_bn_observed",
             BnPlacement::ConvObserved => "qat_conv_observed",
         };
-        ["float", "ptq", wrong, "qat"]
+        ["float", "ptq", wrong, "qat", "float_equal_steps"]
     }
 
     /// The architecture for pictures like these.
@@ -198,7 +207,7 @@ pub struct CnnProgress {
     pub seed: u64,
     /// Place of the seed, from 0.
     pub seed_index: usize,
-    /// `float`, `qat_bn_observed` (whatever the wrong way observes) or `qat`.
+    /// `float`, `qat_bn_observed` (whatever the wrong way observes), `qat` or `float_equal_steps`.
     pub phase: &'static str,
     /// Steps finished, over all seeds and phases.
     pub step: u64,
@@ -213,7 +222,7 @@ pub struct CnnProgress {
 /// Accuracy of one kind of model over the seeds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CnnRow {
-    /// `float`, `ptq`, `qat_bn_observed` (or `qat_conv_and_bn_observed`, `qat_conv_observed`), `qat`.
+    /// `float`, `ptq`, `qat_bn_observed` (or `qat_conv_and_bn_observed`, `qat_conv_observed`), `qat`, `float_equal_steps`.
     pub name: String,
     /// Top-1 accuracy in percent, one for each seed.
     pub top1: Vec<f64>,
@@ -289,7 +298,7 @@ impl CnnExport {
 /// What a run gives.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CnnResults {
-    /// In the order of their names in [`CnnRow`]; without the wrong way where it is not trained.
+    /// In the order of their names in [`CnnRow`], without those that were not trained.
     pub rows: Vec<CnnRow>,
     /// One for each seed.
     pub exports: Vec<CnnExport>,

@@ -3,7 +3,7 @@
 
 use super::data::{batch_indices, gather, images, one_hot, statistics, stream};
 use super::sgd::{Rates, Sgd, clip};
-use super::{CnnExport, CnnPhase, CnnProgress, CnnResults, CnnRow, CnnTrainConfig, top1_percent};
+use super::{CnnExport, CnnPhase, CnnProgress, CnnResults, CnnRow, CnnTrainConfig, ROWS, top1_percent};
 use crate::idx::Pictures;
 use crate::schedule::learning_rate;
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError};
@@ -19,6 +19,9 @@ use std::sync::Arc;
 
 /// Pictures in an evaluation batch.
 const EVAL_BATCH: usize = 250;
+
+/// The phase that trains the float result on.
+const EQUAL_STEPS: &str = "float_equal_steps";
 
 /// Trains by `config` in the run folder `out` and returns the table's numbers and the networks to export.
 ///
@@ -81,7 +84,7 @@ struct State {
     /// Steps finished in all.
     total: u64,
     /// Accuracies so far, `[row][seed]`.
-    top1: [Vec<f64>; 4],
+    top1: [Vec<f64>; ROWS],
     /// The running phase's network, once it has started.
     net: Option<ResNet>,
     sgd: Sgd,
@@ -128,7 +131,11 @@ impl Job<'_> {
     fn start(&self, from: Option<&ResNet>) -> Result<ResNet, TrainError> {
         let Some(float) = from else { return Ok(ResNet::new(&self.architecture, self.seed())) };
         let mut net = float.clone();
-        let right = self.config.phases()[self.state.phase] == "qat";
+        let name = self.config.phases()[self.state.phase];
+        if name == EQUAL_STEPS {
+            return Ok(net);
+        }
+        let right = name == "qat";
         let placement = if right { BnPlacement::Skipped } else { self.config.wrong_way };
         net.prepare(self.settings(placement)).map_err(quant_error)?;
         if right && self.config.learned_scales.is_some() {
@@ -240,6 +247,10 @@ impl Job<'_> {
                 let top1 = self.accuracy(&net, Pass::QatEval)?;
                 self.state.top1[2].push(top1);
             }
+            EQUAL_STEPS => {
+                let top1 = self.accuracy(&net, Pass::FloatEval)?;
+                self.state.top1[4].push(top1);
+            }
             _ => {
                 let top1 = self.accuracy(&net, Pass::QatEval)?;
                 self.state.top1[3].push(top1);
@@ -258,12 +269,13 @@ impl Job<'_> {
         device: &Device,
     ) -> Result<(f64, f64), TrainError> {
         let (seed, step) = (self.seed(), self.state.step);
-        let picks = batch_indices(self.train.len(), phase.batch_size, seed, name, step as u64);
-        let augment = phase.augment.then(|| stream(seed, &format!("{name} augmentation"), step as u64));
+        let pictures_of = if name == EQUAL_STEPS { "qat" } else { name };
+        let picks = batch_indices(self.train.len(), phase.batch_size, seed, pictures_of, step as u64);
+        let augment = phase.augment.then(|| stream(seed, &format!("{pictures_of} augmentation"), step as u64));
         let pictures = self.architecture.normalize(&gather(&self.train, &picks, augment));
         let x = images(&pictures, self.train.size, device);
         let target = one_hot(&self.train, &picks, self.architecture.num_classes, device);
-        let pass = if name == "float" {
+        let pass = if matches!(name, "float" | EQUAL_STEPS) {
             Pass::FloatTrain
         } else {
             Pass::QatTrain {
@@ -384,7 +396,7 @@ impl Job<'_> {
             .map(|(name, top1)| CnnRow {
                 name: (*name).into(),
                 top1: top1.clone(),
-                bits_per_weight: if *name == "float" { 32.0 } else { bits },
+                bits_per_weight: if name.starts_with("float") { 32.0 } else { bits },
             })
             .collect();
         let exports = self
