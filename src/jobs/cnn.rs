@@ -23,8 +23,9 @@ const BATCH: usize = 100;
 /// # Errors
 /// Exit code 2.
 pub fn check(job: &CnnJob) -> Result<(), CliError> {
-    job.quant.config()?;
-    Ok(job.train.validate()?)
+    let quant = job.quant.config()?;
+    job.train.validate()?;
+    Ok(job.train.check_quant(&quant)?)
 }
 
 /// Trains, exports and evaluates; writes the run folder's `report.json` and `loss.svg`.
@@ -59,7 +60,7 @@ pub fn run(job: &CnnJob, start: &mut Start) -> Result<Report, CliError> {
         report.rows.push(row(&r.name, &r.top1, r.bits_per_weight));
     }
     let (exported, clock) = export_and_run(&results, &quant, start)?;
-    let bits = results.rows.last().map_or(f64::NAN, |r| r.bits_per_weight);
+    let bits = results.rows.iter().find(|r| r.name == "qat").map_or(f64::NAN, |r| r.bits_per_weight);
     let pictures = (results.test.labels.len() * results.exports.len()) as f64;
     let disagreements: usize = exported.iter().map(|e| e.disagreements).sum();
     let top1: Vec<f64> = exported.iter().map(|e| e.top1).collect();

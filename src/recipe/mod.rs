@@ -182,6 +182,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
     train.finish()?;
 
     let mut qat = root.table("qat")?;
+    let freeze_bn_step = qat.count("freeze_bn_step", 0..=i64::MAX, None)?;
     let config = CnnTrainConfig {
         seeds,
         channels,
@@ -190,11 +191,16 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         data: CnnData { train_images, train_labels, test_images, test_labels, train_limit, test_limit },
         float,
         qat: read_cnn_phase(&mut qat)?,
-        freeze_bn_step: qat.count("freeze_bn_step", 0..=i64::MAX, None)?,
-        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, None)?,
+        freeze_bn_step,
+        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, Some(freeze_bn_step as i64))?,
         wrong_way: qat.choice(
             "wrong_way",
-            &[("bn_observed", BnPlacement::BnObserved), ("conv_and_bn_observed", BnPlacement::ConvAndBnObserved)],
+            &[
+                ("bn_observed", BnPlacement::BnObserved),
+                ("conv_and_bn_observed", BnPlacement::ConvAndBnObserved),
+                ("conv_observed", BnPlacement::ConvObserved),
+                ("none", BnPlacement::Skipped),
+            ],
             Some(BnPlacement::BnObserved),
         )?,
         calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
@@ -204,6 +210,9 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
             Some(ObserverKind::MovingAverage),
         )?,
         observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
+        learned_scales: read_learned_scales(&mut qat)?,
+        distill: read_distill(&mut qat)?,
+        float_equal_steps: qat.boolean("float_equal_steps", false)?,
         save_every,
     };
     qat.finish()?;
@@ -245,11 +254,8 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let mut qat_section = root.table("qat")?;
     let qat = read_phase(&mut qat_section, &config, Some(&float))?;
     let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
-    let weight = qat_section.number("distill_weight", 0.0..=1.0, Some(0.0))?;
-    let temperature = qat_section.number("distill_temperature", 0.01..=1000.0, Some(1.0))?;
-    let distill = (weight > 0.0).then_some(Distill { weight, temperature });
-    let rate = qat_section.number("scale_learning_rate", 1e-9..=0.999, Some(1e-3))?;
-    let learned_scales = qat_section.boolean("learned_scales", false)?.then_some(LearnedScales { rate });
+    let distill = read_distill(&mut qat_section)?;
+    let learned_scales = read_learned_scales(&mut qat_section)?;
     qat_section.finish()?;
 
     let quant = read_quant(root.table("quant")?, true)?;
@@ -281,6 +287,17 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         eval_context,
         eval_tokens,
     })
+}
+
+fn read_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
+    let weight = qat.number("distill_weight", 0.0..=1.0, Some(0.0))?;
+    let temperature = qat.number("distill_temperature", 0.01..=1000.0, Some(1.0))?;
+    Ok((weight > 0.0).then_some(Distill { weight, temperature }))
+}
+
+fn read_learned_scales(qat: &mut Section) -> Result<Option<LearnedScales>, CliError> {
+    let rate = qat.number("scale_learning_rate", 1e-9..=0.999, Some(1e-3))?;
+    Ok(qat.boolean("learned_scales", false)?.then_some(LearnedScales { rate }))
 }
 
 fn data_file(section: &mut Section, key: &'static str) -> Result<DataFile, CliError> {

@@ -3,7 +3,7 @@
 //! never see each other.
 
 use dsq_checkpoint::{Checkpoint, LinearWeight, ResNetConfig};
-use dsq_model::resnet::{BnPlacement, Pass, QatSettings, ResNet, Updates};
+use dsq_model::resnet::{BnPlacement, GridPart, Pass, QatSettings, ResNet, Updates};
 use dsq_quant::{FloatType, Granularity, ObserverKind, QuantConfig, QuantScheme};
 use dsq_runtime::CnnRuntime;
 use dsq_train::cnn::{CnnExport, argmax};
@@ -28,6 +28,8 @@ struct Case {
     granularity: Granularity,
     dtype: FloatType,
     ignore: &'static [&'static str],
+    /// Whether scales are learned.
+    learned: bool,
 }
 
 /// A network with statistics, gammas (some negative, some zero) and betas away from their initial values, calibrated.
@@ -55,7 +57,19 @@ fn network(case: &Case, seed: u64) -> (ResNet, QuantConfig) {
     let ignore: Vec<String> = case.ignore.iter().map(|s| s.to_string()).collect();
     let quant = QuantConfig::new(scheme, &ignore).unwrap();
     let observer = if seed.is_multiple_of(2) { ObserverKind::MinMax } else { ObserverKind::MovingAverage };
-    net.prepare(QatSettings { config: quant.clone(), placement: BnPlacement::Skipped, observer, rate: 0.1 }).unwrap();
+    let (placement, learned) = (BnPlacement::Skipped, case.learned);
+    net.prepare(QatSettings { config: quant.clone(), placement, observer, rate: 0.1, learned }).unwrap();
+    if learned {
+        net.start_grids(&images).unwrap();
+        for param in net.params_mut() {
+            match param.grid {
+                None => {}
+                Some(GridPart::Scale) => param.data.iter_mut().for_each(|s| *s *= 1.0 + 0.3 * next()),
+                Some(GridPart::Zero { .. }) => param.data.iter_mut().for_each(|z| *z += next()),
+            }
+        }
+        return (net, quant);
+    }
     let mut updates = Updates::default();
     net.logits(&images, Pass::Calibrate, &mut updates).unwrap();
     net.apply(updates);
@@ -78,13 +92,24 @@ fn config(in_channels: usize, image_size: usize, channels: &[usize], blocks_per_
 #[test]
 fn training_graph_export_and_runtime_agree_bit_for_bit() {
     let float_ends: &[&str] = &["re:conv1$", "fc"];
-    let case = |config, scheme, granularity, dtype, ignore| Case { config, scheme, granularity, dtype, ignore };
+    let case = |config, scheme, granularity, dtype, ignore| {
+        let learned = false;
+        Case { config, scheme, granularity, dtype, ignore, learned }
+    };
+    let (channel, tensor) = (Granularity::PerChannel, Granularity::PerTensor);
+    let learned = |case| Case { learned: true, ..case };
     let cases = [
         (16, case(config(1, 14, &[8, 12], 1), "W4A4", Granularity::PerChannel, FloatType::F32, float_ends)),
         (4, case(config(1, 28, &[16, 32, 64], 1), "W4A4", Granularity::PerChannel, FloatType::Bf16, float_ends)),
         (4, case(config(3, 9, &[5, 7], 2), "W4A4", Granularity::PerTensor, FloatType::F16, float_ends)),
         (4, case(config(1, 10, &[9, 9], 1), "W4A4", Granularity::PerChannel, FloatType::F32, &[])),
         (4, case(config(1, 10, &[8, 16], 1), "W4A16", Granularity::PerChannel, FloatType::F32, &["fc"])),
+        (8, case(config(1, 14, &[8, 12], 1), "W2A4", channel, FloatType::F32, float_ends)),
+        (16, learned(case(config(1, 14, &[8, 12], 1), "W4A4", channel, FloatType::F32, float_ends))),
+        (8, learned(case(config(1, 28, &[16, 32, 64], 1), "W2A4", channel, FloatType::F32, float_ends))),
+        (4, learned(case(config(1, 10, &[9, 9], 2), "W4A4", channel, FloatType::Bf16, &[]))),
+        (4, learned(case(config(3, 9, &[5, 7], 1), "W2A4", tensor, FloatType::F16, &["fc"]))),
+        (4, learned(case(config(1, 10, &[8, 16], 1), "W2A16", channel, FloatType::F32, &["fc"]))),
     ];
     for (seeds, case) in cases {
         for seed in 0..seeds {
@@ -141,6 +166,7 @@ fn a_planted_fault_in_the_export_moves_the_runtimes_logits() {
         granularity: Granularity::PerChannel,
         dtype: FloatType::F32,
         ignore,
+        learned: false,
     };
     let (net, quant) = network(&case, 1);
     let images = case.config.normalize(&pixels(5, 4 * 14 * 14));
@@ -182,6 +208,7 @@ fn a_folder_with_batch_norm_is_refused_by_the_runtime() {
         granularity: Granularity::PerChannel,
         dtype: FloatType::F32,
         ignore: &["fc"],
+        learned: false,
     };
     let (net, _) = network(&case, 1);
     let dir = tempfile::tempdir().unwrap();

@@ -14,12 +14,14 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 11] =
-        ["W4A16", "W8A16", "W3A16", "W2A16", "W8A8", "W4A8", "W4A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16"];
+    #[rustfmt::skip]
+    pub const PRESETS: [&'static str; 12] = [
+        "W4A16", "W8A16", "W3A16", "W2A16", "W8A8", "W4A8", "W4A4", "W2A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16",
+    ];
 
     /// A preset by its name (vLLM's and llm-compressor's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer
-    /// weights and float activations; `W4A4` symmetric INT4 weights and asymmetric static per-tensor INT4 activations, `W4A8`
-    /// and `W8A8` likewise with INT8 (a language model has them for each token, [`QuantScheme::for_tokens`]);
+    /// weights and float activations; `W4A4` and `W2A4` symmetric weights and asymmetric static per-tensor INT4 activations,
+    /// `W8A8` and `W4A8` likewise with INT8 (a language model has them for each token, [`QuantScheme::for_tokens`]);
     /// `FP8A16` (a scale for each row or for the tensor), `FP8A16_BLOCK`, `NVFP4A16` and `MXFP4A16` float-coded weights and
     /// float activations. The names without `A16` (`FP8`, `FP8_BLOCK`, `NVFP4`, `MXFP4`) mean quantized activations too,
     /// which do not exist here, and are refused. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.)
@@ -37,11 +39,14 @@ impl QuantScheme {
             "W8A16" => weights.qtype = QuantType::Int8,
             "W3A16" => weights.qtype = QuantType::Int3,
             "W2A16" => weights.qtype = QuantType::Int2,
-            "W8A8" | "W4A8" | "W4A4" => {
-                let bits = |four: bool| if four { QuantType::Int4 } else { QuantType::Int8 };
-                weights.qtype = bits(name != "W8A8");
+            "W8A8" | "W4A8" | "W4A4" | "W2A4" => {
+                weights.qtype = match name {
+                    "W8A8" => QuantType::Int8,
+                    "W2A4" => QuantType::Int2,
+                    _ => QuantType::Int4,
+                };
                 activations = Some(QuantArgs {
-                    qtype: bits(name == "W4A4"),
+                    qtype: if name.ends_with("A8") { QuantType::Int8 } else { QuantType::Int4 },
                     mapping: Mapping::Asymmetric,
                     ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32)
                 });

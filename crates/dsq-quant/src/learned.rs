@@ -37,6 +37,22 @@ impl QuantArgs {
         if c >= qmin && c <= qmax { [1.0, (q - zero) - t, 0.0] } else { [0.0, q - zero, -p.scale] }
     }
 
+    /// The derivatives of the code less its zero point, `q - zero`, by `x`, by the scale and by the zero point: for a value
+    /// that stays in the domain of codes and is multiplied by the scale later, behind a convolution. With `c` as in
+    /// [`QuantArgs::learned_gradients`]:
+    ///
+    /// - `c` in the code range: `1 / scale`, `-x / scale^2`, `0`;
+    /// - below or above it: `0`, `0`, `-1`.
+    ///
+    /// The product rule of `(q - zero) * scale` makes [`QuantArgs::learned_gradients`] of them.
+    #[inline(always)]
+    pub fn learned_code_gradients(&self, x: f32, p: QParams) -> [f32; 3] {
+        let (qmin, qmax) = (self.qtype.qmin() as f32, self.qtype.qmax() as f32);
+        let t = x / p.scale;
+        let c = t + p.zero as f32;
+        if c >= qmin && c <= qmax { [1.0 / p.scale, -t / p.scale, 0.0] } else { [0.0, 0.0, -1.0] }
+    }
+
     /// The shape of the scales that can be trained for an `[n, k]` matrix.
     ///
     /// # Errors
@@ -104,6 +120,40 @@ mod tests {
                     }
                 }
                 assert!(inside > 100 && (outside > 50 || qtype == QuantType::Int8), "{qtype:?} {inside} {outside}");
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_codes_are_those_of_finite_differences_and_give_those_of_values() {
+        for qtype in QuantType::INTS {
+            let mapping = Mapping::Asymmetric;
+            let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) };
+            let p = QParams { scale: 0.25, zero: qtype.qmin() + 1 };
+            let (qmin, qmax) = (f64::from(qtype.qmin()), f64::from(qtype.qmax()));
+            for i in 0..900 {
+                let x = 0.25 * (-3.0 + (qmax - qmin + 6.0) as f32 * i as f32 / 900.0) + 0.003;
+                let (s, z) = (0.25f64, f64::from(p.zero));
+                let c = f64::from(x) / s + z;
+                if (c - qmin).abs() < 1e-3 || (c - qmax).abs() < 1e-3 {
+                    continue;
+                }
+                let code = |x: f64, s: f64, z: f64| relaxed(&args, x, s, z, c.round_ties_even() - c) / s;
+                let (x64, h) = (f64::from(x), 1e-6);
+                let slope = [
+                    (code(x64 + h, s, z) - code(x64 - h, s, z)) / (2.0 * h),
+                    (code(x64, s + h, z) - code(x64, s - h, z)) / (2.0 * h),
+                    (code(x64, s, z + h) - code(x64, s, z - h)) / (2.0 * h),
+                ];
+                let got = args.learned_code_gradients(x, p);
+                for (a, b) in got.into_iter().zip(slope) {
+                    assert!((f64::from(a) - b).abs() < 1e-4 * (1.0 + b.abs()), "{args:?} {x}: {a} against {b}");
+                }
+                let code = f32::from(args.quantize(x, p)) - p.zero as f32;
+                let value = [got[0] * p.scale, code + got[1] * p.scale, got[2] * p.scale];
+                for (a, b) in value.into_iter().zip(args.learned_gradients(x, p)) {
+                    assert!((a - b).abs() <= 1e-6 * (1.0 + code.abs()), "{args:?} {x}: {a} against {b}");
+                }
             }
         }
     }

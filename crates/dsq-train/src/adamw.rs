@@ -135,30 +135,31 @@ impl AdamW {
                 let (shape, tensor) = (tensor.dims(), tensor.inner());
                 let device = tensor.device();
                 let mut w = host(tensor);
-                let moments = self.moments.entry(path).or_insert_with_key(|_| Moments {
-                    shape: shape.to_vec(),
-                    m: vec![0.0; w.len()],
-                    v: vec![0.0; w.len()],
-                });
-                let group = (self.group)(&self.path.join("."), D, &w);
-                let settings = kernel::AdamW { lr: self.settings.lr * group.rate, decay: group.decay, ..self.settings };
-                kernel::adamw(&settings, &mut w, grad, &mut moments.m, &mut moments.v);
+                let group = (self.group)(&path, D, &w);
+                update(self.moments, &path, &shape, self.settings, group, &mut w, grad);
                 let tensor = Tensor::from_data(TensorData::new(w, shape), &device).autodiff().require_grad();
                 Param::from_mapped_value(id, tensor, mapper)
             }
         }
-        self.t += 1;
         let grad_scale = if norm > clip { (clip / (norm + 1e-6)) as f32 } else { 1.0 };
-        let settings = kernel::AdamW {
-            lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            decay: 0.0,
-            t: self.t,
-            grad_scale,
-        };
+        let settings = self.begin(lr, grad_scale);
         model.map(&mut Update { path: Vec::new(), grads, moments: &mut self.moments, settings, group })
+    }
+
+    /// One update of plain vectors: path, values, gradient (already clipped), and settings of each.
+    pub(crate) fn step_values(&mut self, params: Vec<(String, &mut Vec<f32>, Vec<f32>, ParamGroup)>, lr: f64) {
+        let settings = self.begin(lr, 1.0);
+        for (path, w, grad, group) in params {
+            let shape = [w.len()];
+            update(&mut self.moments, &path, &shape, settings, group, w, &grad);
+        }
+    }
+
+    /// Counts an update and gives its settings.
+    fn begin(&mut self, lr: f64, grad_scale: f32) -> kernel::AdamW {
+        self.t += 1;
+        let (beta1, beta2, eps) = (self.beta1, self.beta2, self.eps);
+        kernel::AdamW { lr, beta1, beta2, eps, decay: 0.0, t: self.t, grad_scale }
     }
 
     /// The moments as tensors named `{prefix}m.{path}` and `{prefix}v.{path}`. Save [`AdamW::updates`] beside them.
@@ -191,6 +192,23 @@ impl AdamW {
             }
         }
     }
+}
+
+/// The update of one parameter.
+fn update(
+    moments: &mut BTreeMap<String, Moments>,
+    path: &str,
+    shape: &[usize],
+    settings: kernel::AdamW,
+    group: ParamGroup,
+    w: &mut [f32],
+    grad: &[f32],
+) {
+    let zeros = || vec![0.0; w.len()];
+    let new = |_: &String| Moments { shape: shape.to_vec(), m: zeros(), v: zeros() };
+    let moments = moments.entry(path.to_owned()).or_insert_with_key(new);
+    let settings = kernel::AdamW { lr: settings.lr * group.rate, decay: group.decay, ..settings };
+    kernel::adamw(&settings, w, grad, &mut moments.m, &mut moments.v);
 }
 
 fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {

@@ -6,6 +6,7 @@ use crate::TrainError;
 use crate::adamw::ParamGroup;
 use dsq_model::Llama;
 use dsq_model::layers::Linear;
+use dsq_model::resnet::GridPart;
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
@@ -69,19 +70,29 @@ impl GridRates {
         Self { rate, codes: linears.into_iter().filter_map(code).collect() }
     }
 
-    /// Scales move by a share of their root mean square, zero points by that share of the largest code, which moves the
-    /// largest value as far. `None` for another parameter.
+    /// [`grid_group`], by the path; `None` for another parameter.
     pub(crate) fn group(&self, path: &str, values: &[f32]) -> Option<ParamGroup> {
-        let rate = if path.ends_with(GRID_SCALE) {
-            self.rate * rms(values)
+        let part = if path.ends_with(GRID_SCALE) {
+            GridPart::Scale
         } else {
             let layer = path.strip_suffix(GRID_ZERO)?.trim_end_matches('.');
             // The path within a module is the end of the name within the model.
             let code = self.codes.iter().find(|(name, _)| name.ends_with(layer));
-            self.rate * code.map_or(1.0, |(_, c)| *c)
+            GridPart::Zero { largest: code.map_or(1.0, |(_, c)| *c) }
         };
-        Some(ParamGroup { rate, decay: 0.0 })
+        let group = grid_group(part, values);
+        Some(ParamGroup { rate: self.rate * group.rate, ..group })
     }
+}
+
+/// How a part of a learned grid moves: scales by a share of their root mean square, zero points by that share of the
+/// largest code, which moves the largest value as far; the rate is the optimizer's. No decay.
+pub(crate) fn grid_group(part: GridPart, values: &[f32]) -> ParamGroup {
+    let rate = match part {
+        GridPart::Scale => rms(values),
+        GridPart::Zero { largest } => largest,
+    };
+    ParamGroup { rate, decay: 0.0 }
 }
 
 /// Root mean square; 0 of nothing.

@@ -5,7 +5,7 @@
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::{FloatType, Granularity, ObserverKind, QuantConfig, QuantScheme};
 use dsq_train::cnn::{CnnData, CnnPhase, CnnProgress, CnnResults};
-use dsq_train::{CnnTrainConfig, Control, RunDir, Snapshot, StateTensor, TrainError, run_cnn};
+use dsq_train::{CnnTrainConfig, Control, Distill, LearnedScales, RunDir, Snapshot, StateTensor, TrainError, run_cnn};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::RwLock;
@@ -68,6 +68,9 @@ fn config(dir: &Path) -> CnnTrainConfig {
         calibration_batches: 2,
         observer: ObserverKind::MovingAverage,
         observer_rate: 0.1,
+        learned_scales: None,
+        distill: None,
+        float_equal_steps: false,
         save_every: 3,
     }
 }
@@ -138,16 +141,23 @@ fn assert_same(got: &Left, want: &Left, when: &str) {
     assert!(got.shipped == want.shipped, "{when}: what ships");
 }
 
-/// Runs with both observers and both wrong ways.
-fn variants(dir: &Path) -> [CnnTrainConfig; 2] {
+/// Runs with both observers and two wrong ways, and one with learned scales, distillation and the float network of equal steps.
+fn variants(dir: &Path) -> [CnnTrainConfig; 3] {
     let first = config(dir);
     let second = CnnTrainConfig {
         observer: ObserverKind::MinMax,
-        wrong_way: BnPlacement::ConvAndBnObserved,
+        wrong_way: BnPlacement::ConvObserved,
         save_every: 2,
         ..first.clone()
     };
-    [first, second]
+    let third = CnnTrainConfig {
+        wrong_way: BnPlacement::Skipped,
+        float_equal_steps: true,
+        learned_scales: Some(LearnedScales { rate: 0.01 }),
+        distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
+        ..first.clone()
+    };
+    [first, second, third]
 }
 
 const STEPS: u64 = 24;
@@ -165,7 +175,11 @@ fn c084_a_cnn_run_stopped_after_any_step_resumes_to_the_same_bits() {
         });
         let want = left(straight.path(), &results.unwrap());
         phases.dedup();
-        assert_eq!(phases, [3, 8].map(|s| ["float", "qat_bn_observed", "qat"].map(|p| (s, p))).concat());
+        let names = match config.wrong_way {
+            BnPlacement::Skipped => ["float", "qat", "float_equal_steps"],
+            _ => ["float", "qat_bn_observed", "qat"],
+        };
+        assert_eq!(phases, [3, 8].map(|s| names.map(|p| (s, p))).concat());
         assert!(want.log.lines().count() == STEPS as usize && want.log.contains("\"loss\""));
         for stop in 1..=STEPS {
             let dir = tempfile::tempdir().unwrap();
@@ -228,7 +242,9 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
     let stop = &mut |_: &CnnProgress| Control::Stop;
     train(&config, &run, false, stop).unwrap_err();
     type Change = fn(&mut CnnTrainConfig);
-    let changes: [(&str, Change); 5] = [
+    let changes: [(&str, Change); 7] = [
+        ("learned_scales", |c| c.learned_scales = Some(LearnedScales { rate: 0.01 })),
+        ("distill", |c| c.distill = Some(Distill { weight: 1.0, temperature: 1.0 })),
         ("seeds", |c| c.seeds[1] = 9),
         ("qat.learning_rate", |c| c.qat.learning_rate = 0.03),
         ("freeze_bn_step", |c| c.freeze_bn_step = 1),
@@ -245,6 +261,49 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
     let moved = tempfile::tempdir().unwrap();
     let other = CnnTrainConfig { save_every: 1, ..self::config(moved.path()) };
     train(&other, &run, true, &mut |_| Control::Continue).unwrap();
+}
+
+#[test]
+fn phases_follow_from_the_settings_and_learned_scales_leave_where_they_started() {
+    let data = tempfile::tempdir().unwrap();
+    let learned_scales = Some(LearnedScales { rate: 0.05 });
+    let config = CnnTrainConfig {
+        wrong_way: BnPlacement::Skipped,
+        learned_scales,
+        float_equal_steps: true,
+        ..config(data.path())
+    };
+    let scales = |rate: f64| {
+        let learned_scales = Some(LearnedScales { rate });
+        let config = CnnTrainConfig { learned_scales, ..config.clone() };
+        let run = tempfile::tempdir().unwrap();
+        let results = train(&config, run.path(), false, &mut |p| {
+            assert_eq!(p.steps, 24);
+            Control::Continue
+        });
+        let results = results.unwrap();
+        let names: Vec<&str> = results.rows.iter().map(|r| r.name.as_str()).collect();
+        assert_eq!(names, ["float", "ptq", "qat", "float_equal_steps"]);
+        let of = |l: &dsq_model::resnet::ConvertedLayer| {
+            let activation = l.activation.map_or(0.0, |(_, p)| p.scale);
+            l.matrix.as_ref().map(|m| (m.scales.clone(), activation))
+        };
+        results.exports[0].layers.iter().filter_map(of).collect::<Vec<_>>()
+    };
+    let (slow, fast) = (scales(1e-9), scales(0.05));
+    assert_eq!(slow.len(), 6);
+    for ((a, x), (b, y)) in slow.iter().zip(&fast) {
+        assert!(a.iter().zip(b).all(|(a, b)| a != b) && x != y, "{a:?} {b:?} {x} {y}");
+    }
+    // What the network cannot be quantized with is found before anything is written.
+    let groups = QuantScheme::preset("W4A4", Granularity::PerGroup(9), FloatType::F32).unwrap();
+    let groups = QuantConfig::new(groups, &["re:.*downsample".into(), "re:conv1$".into(), "fc".into()]).unwrap();
+    let run = data.path().join("never");
+    let e = run_cnn(&config, &groups, &run, false, false, &mut |_| panic!("no step")).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("granularity") && !run.exists(), "{e}");
+    let bad = CnnTrainConfig { learned_scales: Some(LearnedScales { rate: 1.5 }), ..config.clone() };
+    let e = train(&bad, &run, false, &mut |_| panic!("no step")).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("qat.scale_learning_rate"), "{e}");
 }
 
 /// Runs this binary's test `name` in `dir` and kills it after `delay` milliseconds; whether it had finished before.

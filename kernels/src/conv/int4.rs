@@ -1,5 +1,5 @@
-//! Convolution of quantized pictures with INT4 weights: integer codes in, exact i32 sums out. The scales, the bias and the
-//! requantization belong to the runtime's layer.
+//! Convolution of quantized pictures with INT4 weights, or INT3 and INT2 in the same fields of four bits: integer codes in,
+//! exact i32 sums out. The scales, the bias and the requantization belong to the runtime's layer.
 //!
 //! Shapes: codes `[m, h, w, c]`, sums `[m, oh, ow, n]`. Layout: NHWC codes as u8 (`code - qmin`, 0..=15 for INT4 and
 //! 0..=255 for INT8); weights packed two to a byte in `[n/8, k/4, 8, 4]` order, unpacked once a call. Requires: nothing;
@@ -8,7 +8,7 @@
 //! Cost: with AVX2 one multiply-add of 32 products for every 1.5 loads; 16-bit sums are widened before they can overflow.
 
 use super::{BLOCK, ConvShape, im2col, kernel_order};
-use dsq_quant::{Granularity, Mapping, QParams, QuantArgs, QuantError, QuantType, QuantizedMatrix};
+use dsq_quant::{Granularity, Mapping, QParams, QuantArgs, QuantError, QuantizedMatrix};
 use rayon::prelude::*;
 
 /// Outputs of a weight panel.
@@ -16,7 +16,10 @@ const LANES: usize = 8;
 /// Consecutive values of `k` that one 32-bit lane multiplies.
 const QUAD: usize = 4;
 
-/// A convolution's INT4 weights in kernel layout, with the grid of its input.
+/// Bits of a field that holds a weight's code.
+const FIELD: usize = 4;
+
+/// A convolution's weights of at most four bits in kernel layout, with the grid of its input.
 #[derive(Debug, Clone)]
 pub struct Int4Conv {
     shape: ConvShape,
@@ -31,7 +34,7 @@ pub struct Int4Conv {
 }
 
 impl Int4Conv {
-    /// Packs symmetric per-channel or per-tensor INT4 weights `[n, c * kh * kw]` (the order of the stored `[n, c, kh, kw]`).
+    /// Packs symmetric per-channel or per-tensor INT4, INT3 or INT2 weights `[n, c * kh * kw]` (the order of the stored `[n, c, kh, kw]`).
     ///
     /// # Errors
     /// [`QuantError::Setting`] for other weight or activation arguments, [`QuantError::Length`] when matrix and shape
@@ -39,11 +42,16 @@ impl Int4Conv {
     pub fn new(w: &QuantizedMatrix, shape: ConvShape, input: &QuantArgs, p: QParams) -> Result<Self, QuantError> {
         let setting =
             |field, expected: &str, got: String| QuantError::Setting { field, expected: expected.into(), got };
-        if w.args.qtype != QuantType::Int4
+        if w.args.qtype.float().is_some()
+            || w.args.qtype.bits() > FIELD
             || w.args.mapping != Mapping::Symmetric
             || matches!(w.args.granularity, Granularity::PerGroup(_))
         {
-            return Err(setting("weights", "symmetric INT4, per channel or per tensor", format!("{:?}", w.args)));
+            return Err(setting(
+                "weights",
+                "symmetric INT4, INT3 or INT2, per channel or per tensor",
+                format!("{:?}", w.args),
+            ));
         }
         if input.granularity != Granularity::PerTensor || input.qtype.float().is_some() {
             return Err(setting("activations", "integers with one static scale for the tensor", format!("{input:?}")));
@@ -83,7 +91,11 @@ impl Int4Conv {
 
     /// Which path runs, and why.
     pub fn describe(&self) -> &'static str {
-        if avx2() { "int4 weights x u8 codes, AVX2 maddubs" } else { "int4 weights x u8 codes, scalar (no AVX2)" }
+        if avx2() {
+            "weights in 4 bits x u8 codes, AVX2 maddubs"
+        } else {
+            "weights in 4 bits x u8 codes, scalar (no AVX2)"
+        }
     }
 
     /// The sums `[m, oh, ow, n]` of `(code - zero) * weight`; outside a picture the input is exactly 0.
@@ -226,7 +238,7 @@ unsafe fn avx2_tile<const R: usize>(a: *const u8, b: *const i8, kp: usize, widen
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dsq_quant::FloatType;
+    use dsq_quant::{FloatType, QuantType};
 
     fn bytes(len: usize, mut seed: u32) -> impl Iterator<Item = u32> {
         (0..len).map(move |_| {
@@ -293,6 +305,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn narrower_codes_give_the_sums_of_the_same_codes_as_int4_and_wider_ones_are_refused() {
+        let s = ConvShape { input: [7, 6], c: 5, n: 11, kernel: [3, 3], stride: 1, pad: 1 };
+        let (input, p) = (activations(QuantType::Int4), QParams { scale: 0.1, zero: -8 });
+        let x: Vec<u8> = bytes(2 * s.input_len(), 8).map(|v| (v % 16) as u8).collect();
+        for (qtype, span) in [(QuantType::Int2, 4), (QuantType::Int3, 8)] {
+            let codes = bytes(s.n * s.k(), 4).map(|v| (v % span) as i8 + qtype.qmin() as i8).collect();
+            let wide = matrix(codes, s.n, s.k());
+            let mut narrow = wide.clone();
+            narrow.args.qtype = qtype;
+            let want = Int4Conv::new(&wide, s, &input, p).unwrap().forward(&x, 2);
+            let conv = Int4Conv::new(&narrow, s, &input, p).unwrap();
+            assert_eq!((conv.forward(&x, 2), conv.forward_scalar(&x, 2)), (want.clone(), want));
+        }
+        let mut wide = matrix(vec![0; s.n * s.k()], s.n, s.k());
+        wide.args.qtype = QuantType::Int8;
+        assert!(matches!(Int4Conv::new(&wide, s, &input, p), Err(QuantError::Setting { field: "weights", .. })));
     }
 
     #[test]

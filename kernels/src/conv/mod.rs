@@ -15,7 +15,7 @@ mod same;
 
 pub use affine::{affine_dparams, affine_dx, affine_forward, affine_sums, mean_pool};
 pub use batch_norm::{BatchNormGrads, batch_norm_backward, batch_norm_forward};
-pub use codes::{code_bytes, code_gradient, code_values, min_max};
+pub use codes::{CodeGradients, code_bytes, code_gradient, code_values, learned_code_gradient, min_max};
 pub use float::{conv_f32, conv_f32_dw, conv_f32_dx};
 pub use int4::Int4Conv;
 pub use same::SameConv;

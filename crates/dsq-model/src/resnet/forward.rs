@@ -5,6 +5,7 @@
 //! convolution is exact in whatever order it is summed, and the epilogue `sum * (scale_w * scale_x) + bias` is one
 //! multiplication and one addition: the runtime's i32 path gives the same bits.
 
+use super::grids::{GridLeaves, best_grid, gradient_factor};
 use super::prepare::{BnPlacement, LayerPlan, Prepared};
 use super::{BN_MOMENTUM, ResNet, ops};
 use burn::tensor::activation::relu;
@@ -20,6 +21,8 @@ pub enum Pass {
     FloatEval,
     /// As [`Pass::FloatEval`], and every site observes.
     Calibrate,
+    /// As [`Pass::FloatEval`], and every site finds its grid of least squared error (see [`ResNet::start_grids`]).
+    StartGrids,
     /// Fake quantization.
     QatTrain {
         /// Use the running statistics and leave them alone (only where batch norm is skipped: observed batch norm stays live).
@@ -38,12 +41,15 @@ pub struct Updates {
     norms: Vec<(usize, Vec<f32>, Vec<f32>)>,
     /// Site and the range of this batch.
     ranges: Vec<(usize, f32, f32)>,
+    /// Site and its grid of least squared error.
+    pub(super) grids: Vec<(usize, QParams)>,
 }
 
 /// The parameters as tensors.
 #[derive(Debug)]
 pub struct Leaves {
     layers: Vec<Leaf>,
+    grids: GridLeaves,
     device: Device,
 }
 
@@ -67,6 +73,7 @@ impl Leaves {
             out.extend(leaf.gamma.as_ref().map(|g| values(g, grads)));
             out.push(values(&leaf.shift, grads));
         }
+        out.extend(self.grids.each().map(|grid| values(grid, grads)));
         out
     }
 
@@ -76,11 +83,11 @@ impl Leaves {
     }
 }
 
-/// A convolution's input: as it is, or as codes on a grid.
+/// A convolution's input: as it is, or codes on a grid and their scale `[1]`.
 #[derive(Clone)]
-enum Input {
-    Float(Tensor<4>),
-    Codes(Tensor<4>, f32),
+struct Input {
+    x: Tensor<4>,
+    scale: Option<Tensor<1>>,
 }
 
 impl ResNet {
@@ -103,7 +110,8 @@ impl ResNet {
                 }
             })
             .collect();
-        Leaves { layers, device: device.clone() }
+        let grids = self.prepared.as_ref().and_then(|p| p.grids.as_ref()).map(|g| g.leaves(device));
+        Leaves { layers, grids: grids.unwrap_or_default(), device: device.clone() }
     }
 
     /// Logits `[m, classes]` of normalized pictures `[m, c, h, w]`.
@@ -230,18 +238,47 @@ impl Run<'_> {
             observer.observe(lo, hi);
             self.updates.ranges.push((site, lo, hi));
         }
-        if self.pass == Pass::Calibrate {
+        if self.pass == Pass::StartGrids {
+            let values = x.clone().into_data().try_into_vec::<f32>().unwrap_or_default();
+            let grid = best_grid(&values, &args)?;
+            self.updates.grids.push((site, grid));
+        }
+        if self.in_float() {
             return Ok(None);
         }
         Ok(Some((args, observer.qparams(&args)?)))
     }
 
+    /// Whether the pass quantizes nothing, although the network is prepared.
+    fn in_float(&self) -> bool {
+        matches!(self.pass, Pass::Calibrate | Pass::StartGrids)
+    }
+
+    /// `x` as codes on the learned grid of a site, if it has one and the pass uses it.
+    fn learned_input(&self, site: Option<usize>, x: &Tensor<4>) -> Result<Option<Input>, QuantError> {
+        let (Some(site), Some(prepared)) = (site, self.prepared()?) else { return Ok(None) };
+        let Some((scale, zero)) = self.leaves.grids.sites.get(site).filter(|_| !self.in_float()) else {
+            return Ok(None);
+        };
+        let args = prepared.sites[site].args;
+        let by = gradient_factor(x.dims()[1..].iter().product(), &args);
+        let scale = ops::shipped_scale(ops::scale_gradient(scale.clone(), by), args);
+        let zero = zero.clone().map(|z| ops::scale_gradient(z, by));
+        Ok(Some(Input { x: ops::learned_codes(x.clone(), args, scale.clone(), zero), scale: Some(scale) }))
+    }
+
     /// The input of layer `i`, quantized where the layer is.
     fn input(&mut self, i: usize, x: Tensor<4>) -> Result<Input, QuantError> {
         let site = self.plan(i)?.input;
+        if let Some(input) = self.learned_input(site, &x)? {
+            return Ok(input);
+        }
         Ok(match self.grid(site, &x)? {
-            Some((args, p)) => Input::Codes(ops::codes(x, args, vec![p]), p.scale),
-            None => Input::Float(x),
+            Some((args, p)) => {
+                let scale = Some(self.leaves.vector(vec![p.scale]));
+                Input { x: ops::codes(x, args, vec![p]), scale }
+            }
+            None => Input { x, scale: None },
         })
     }
 
@@ -260,7 +297,7 @@ impl Run<'_> {
         let live = match self.pass {
             Pass::FloatTrain => true,
             Pass::QatTrain { bn_frozen, .. } => !bn_frozen || placement != BnPlacement::Skipped,
-            Pass::FloatEval | Pass::Calibrate | Pass::QatEval => false,
+            Pass::FloatEval | Pass::Calibrate | Pass::StartGrids | Pass::QatEval => false,
         };
         let fold =
             placement == BnPlacement::Skipped && (!live || (plan.scheme.is_some() && self.pass != Pass::FloatTrain));
@@ -284,30 +321,32 @@ impl Run<'_> {
             _ => (leaf.weight.clone(), layer.weight.clone()),
         };
         // The products of the two scales, `[n]`; None where nothing is quantized.
-        let quantizes = self.pass != Pass::Calibrate;
-        let (y, scales) = match (plan.scheme.filter(|_| quantizes), x) {
-            (Some(scheme), x) => {
-                let params = QuantizedMatrix::qparams_of(&host, n, host.len() / n, scheme.weights)?;
-                if params.len() > n {
-                    // One scale for each group: the sums of different groups cannot share a factor behind the convolution.
-                    return Err(QuantError::Setting {
-                        field: "granularity",
-                        expected: "per channel or per tensor for a convolution".into(),
-                        got: format!("{:?}", scheme.weights.granularity),
-                    });
-                }
-                let scale = |j: usize| params[j.min(params.len() - 1)].scale;
-                let codes = ops::codes(weight, scheme.weights, params.clone());
-                let (x, sx) = match x {
-                    Input::Codes(x, s) => (x, s),
-                    Input::Float(x) => (x, 1.0),
+        let Input { x, scale: input_scale } = x;
+        let (y, scales) = match plan.scheme.filter(|_| !self.in_float()) {
+            Some(scheme) => {
+                let args = scheme.weights;
+                let (codes, scale) = match self.leaves.grids.weights.get(i).cloned().flatten() {
+                    Some(t) => {
+                        let per_channel = factor.as_ref().filter(|_| fold && t.dims() == [n]);
+                        let t = ops::scale_gradient(t.clone(), gradient_factor(host.len() / t.dims()[0], &args));
+                        let scale = per_channel.map_or(t.clone(), |f| t * f.clone().abs());
+                        let scale = ops::shipped_scale(scale, args);
+                        (ops::learned_codes(weight, args, scale.clone(), None), scale)
+                    }
+                    None => {
+                        let params = QuantizedMatrix::qparams_of(&host, n, host.len() / n, args)?;
+                        let scale = self.leaves.vector(params.iter().map(|p| p.scale).collect());
+                        (ops::codes(weight, args, params), scale)
+                    }
                 };
-                (ops::conv2d(x, codes, stride, pad), Some((0..n).map(|j| scale(j) * sx).collect::<Vec<f32>>()))
+                let scale = if scale.dims() == [n] { scale } else { scale.repeat(&[n]) };
+                let scale = input_scale.map_or(scale.clone(), |s| scale * s);
+                (ops::conv2d(x, codes, stride, pad), Some(scale))
             }
-            (None, Input::Float(x)) => (ops::conv2d(x, weight, stride, pad), None),
-            (None, Input::Codes(x, s)) => (ops::conv2d(x.mul_scalar(s), weight, stride, pad), None),
+            // Only what a quantized layer reads is codes.
+            None => (ops::conv2d(x, weight, stride, pad), None),
         };
-        let scale = self.leaves.vector(scales.clone().unwrap_or_else(|| vec![1.0; n]));
+        let scale = scales.clone().unwrap_or_else(|| self.leaves.vector(vec![1.0; n]));
         let (Some(norm), Some(factor), Some(gamma)) = (&layer.norm, factor, &leaf.gamma) else {
             return Ok(ops::affine(y, scale, leaf.shift.clone()));
         };

@@ -9,12 +9,15 @@
 //! has `{module}.bias` instead and loads too.
 
 mod forward;
+mod grids;
 mod ops;
 mod prepare;
 
 pub use forward::{Leaves, Pass, Updates};
 pub use prepare::{BnPlacement, ConvertedLayer, QatSettings, RangeObserver};
 
+use crate::Teacher;
+use burn::tensor::Tensor;
 use dsq_checkpoint::{Checkpoint, CheckpointError, ModelConfig, ResNetConfig};
 use prepare::Prepared;
 use rand::{Rng, SeedableRng};
@@ -53,6 +56,11 @@ pub struct Layer {
 }
 
 impl Layer {
+    /// The reduction: weights of one output.
+    pub fn k(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
     /// `gamma / sqrt(running_var + eps)`, the factor that folds batch norm into the weight; `None` without batch norm.
     pub fn fold_factor(&self, eps: f32) -> Option<Vec<f32>> {
         let norm = self.norm.as_ref()?;
@@ -69,6 +77,14 @@ impl Layer {
         let bias = (0..factor.len()).map(|j| self.shift[j] - norm.mean[j] * factor[j]).collect();
         (weight, bias)
     }
+}
+
+/// The sum over pictures of `T^2 KL(teacher || network)`, divided by `denominator`: `[1]`, of `logits [m, classes]`.
+///
+/// # Panics
+/// When there are not as many teacher's logits as the network's.
+pub fn distill(logits: Tensor<2>, teacher: Teacher, denominator: f32) -> Tensor<1> {
+    crate::ops::distill::distill(logits, teacher, denominator)
 }
 
 /// Indices of a basic block's layers.
@@ -97,6 +113,20 @@ pub struct ParamMut<'a> {
     pub data: &'a mut Vec<f32>,
     /// Whether weight decay applies (weights, not batch norm and biases).
     pub decay: bool,
+    /// What it is of a learned grid, if it is.
+    pub grid: Option<GridPart>,
+}
+
+/// Parts of a learned grid.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GridPart {
+    /// Scales.
+    Scale,
+    /// A zero point in the domain of codes.
+    Zero {
+        /// The largest code.
+        largest: f64,
+    },
 }
 
 impl ResNet {
@@ -185,25 +215,35 @@ impl ResNet {
         &self.layers
     }
 
-    /// The trained parameters, in the order of the gradients that [`Leaves::gradients`] returns.
+    /// The trained parameters, in the order of the gradients that [`Leaves::gradients`] returns: those of the layers, then
+    /// learned grids.
     pub fn params_mut(&mut self) -> Vec<ParamMut<'_>> {
         let mut out = Vec::new();
+        let modules: Vec<String> = self.layers.iter().map(|l| l.module.clone()).collect();
         for layer in &mut self.layers {
             let m = &layer.module;
-            out.push(ParamMut { name: format!("{m}.weight"), data: &mut layer.weight, decay: true });
+            let param = |name, data, decay| ParamMut { name, data, decay, grid: None };
+            out.push(param(format!("{m}.weight"), &mut layer.weight, true));
             let shift = if layer.norm.is_some() { format!("{m}.bn.bias") } else { format!("{m}.bias") };
             if let Some(norm) = &mut layer.norm {
-                out.push(ParamMut { name: format!("{m}.bn.weight"), data: &mut norm.gamma, decay: false });
+                out.push(param(format!("{m}.bn.weight"), &mut norm.gamma, false));
             }
-            out.push(ParamMut { name: shift, data: &mut layer.shift, decay: false });
+            out.push(param(shift, &mut layer.shift, false));
+        }
+        if let Some(Prepared { grids: Some(grids), sites, .. }) = &mut self.prepared {
+            out.extend(grids.params_mut(&modules, sites));
         }
         out
     }
 
-    /// Everything that training changes, for checkpoints: parameters, running statistics and observed ranges.
+    /// Everything that training changes, for checkpoints: parameters, running statistics, observed ranges and learned grids.
     pub fn state(&self) -> Vec<(String, Vec<f32>)> {
         let mut out: Vec<_> = self.named_tensors().into_iter().map(|(name, _, data)| (name, data)).collect();
         out.extend(self.prepared.iter().flat_map(Prepared::state));
+        // Names are those of `params_mut`, which needs the network for itself.
+        let mut copy = self.clone();
+        let grids = copy.params_mut().into_iter().filter(|p| p.grid.is_some());
+        out.extend(grids.map(|p| (p.name, p.data.clone())));
         out
     }
 
@@ -233,7 +273,8 @@ impl ResNet {
                 }
             }
         }
-        self.prepared.as_mut().map_or(Ok(()), |p| p.load_state(find))
+        self.prepared.as_mut().map_or(Ok(()), |p| p.load_state(find))?;
+        self.params_mut().into_iter().filter(|p| p.grid.is_some()).try_for_each(|p| put(p.name, p.data))
     }
 
     /// Layers of the config with zero weights.
@@ -267,5 +308,7 @@ impl ResNet {
     }
 }
 
+#[cfg(test)]
+mod grid_tests;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@
 use crate::ops::slice_op::{Slice, SliceOp, apply1, apply2, apply3};
 use burn::tensor::Tensor;
 use dsq_kernels::conv::{self, ConvShape};
-use dsq_quant::{QParams, QuantArgs};
+use dsq_quant::{Mapping, QParams, QuantArgs};
 use std::sync::{Arc, OnceLock};
 
 /// `conv(x, w)`: `x [m, h, w, c]`, `w [n, c, kh, kw]` gives `[m, oh, ow, n]`.
@@ -33,6 +33,31 @@ pub(super) fn batch_norm(x: Tensor<4>, gamma: Tensor<1>, beta: Tensor<1>, eps: f
 /// `code - zero` of every value as an f32 integer, with the clipped straight-through gradient `g / scale`.
 pub(super) fn codes<const D: usize>(x: Tensor<D>, args: QuantArgs, params: Vec<QParams>) -> Tensor<D> {
     apply1(Arc::new(Codes { args, params }), x)
+}
+
+/// [`codes`] on a learned grid, with gradients for the scales (one for each run of `x`, as [`shipped_scale`] gives them) and
+/// the zero points (as many, not rounded; `None`: at the smallest code, for values of at least 0).
+pub(super) fn learned_codes<const D: usize>(
+    x: Tensor<D>,
+    args: QuantArgs,
+    scale: Tensor<1>,
+    zero: Option<Tensor<1>>,
+) -> Tensor<D> {
+    let op = Arc::new(LearnedCodes(args));
+    match zero {
+        None => apply2(op, x, scale),
+        Some(zero) => apply3(op, x, scale, zero),
+    }
+}
+
+/// The scales that ship for learned ones; the rounding passes its gradient through.
+pub(super) fn shipped_scale(scale: Tensor<1>, args: QuantArgs) -> Tensor<1> {
+    apply1(Arc::new(ShippedScale(args)), scale)
+}
+
+/// `x`, with its gradient multiplied by `by`.
+pub(super) fn scale_gradient(x: Tensor<1>, by: f32) -> Tensor<1> {
+    apply1(Arc::new(ScaleGradient(by)), x)
 }
 
 /// The smallest and largest value of a tensor.
@@ -142,6 +167,60 @@ impl SliceOp for Codes {
 
     fn backward(&self, x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
         vec![Some(conv::code_gradient(x[0].data, g, &self.args, &self.params))]
+    }
+}
+
+/// Inputs are the values, the scales and, where there are such, the zero points.
+#[derive(Debug)]
+struct LearnedCodes(QuantArgs);
+
+impl LearnedCodes {
+    fn params(&self, x: &[Slice]) -> Vec<QParams> {
+        let smallest = self.0.qtype.qmin() as f32;
+        let smallest = if self.0.mapping == Mapping::Asymmetric { smallest } else { 0.0 };
+        let zero = |i: usize| x.get(2).map_or(smallest, |z| z.data[i]);
+        x[1].data.iter().enumerate().map(|(i, &s)| self.0.learned_qparams(s, zero(i))).collect()
+    }
+}
+
+impl SliceOp for LearnedCodes {
+    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
+        (conv::code_values(x[0].data, &self.0, &self.params(x)), x[0].shape.to_vec())
+    }
+
+    fn backward(&self, x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
+        let d = conv::learned_code_gradient(x[0].data, g, &self.0, &self.params(x));
+        let mut out = vec![Some(d.x), Some(d.scale)];
+        if x.len() == 3 {
+            out.push(Some(d.zero));
+        }
+        out
+    }
+}
+
+#[derive(Debug)]
+struct ShippedScale(QuantArgs);
+
+impl SliceOp for ShippedScale {
+    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
+        (x[0].data.iter().map(|&s| self.0.learned_qparams(s, 0.0).scale).collect(), x[0].shape.to_vec())
+    }
+
+    fn backward(&self, _x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
+        vec![Some(g.to_vec())]
+    }
+}
+
+#[derive(Debug)]
+struct ScaleGradient(f32);
+
+impl SliceOp for ScaleGradient {
+    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
+        (x[0].data.to_vec(), x[0].shape.to_vec())
+    }
+
+    fn backward(&self, _x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
+        vec![Some(g.iter().map(|g| g * self.0).collect())]
     }
 }
 

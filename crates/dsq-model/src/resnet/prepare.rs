@@ -1,6 +1,7 @@
 //! Preparing the network for quantization: which layers get which scheme, where activations are observed, and the
 //! conversion to codes. Not the forward pass (see `forward.rs`).
 
+use super::grids::Grids;
 use super::{Layer, ResNet};
 use dsq_quant::{
     MinMax, MovingAverage, Observer, ObserverKind, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme,
@@ -20,6 +21,8 @@ pub enum BnPlacement {
     BnObserved,
     /// As [`BnPlacement::BnObserved`], and the convolution's output in front of batch norm is observed and quantized too.
     ConvAndBnObserved,
+    /// The other half of that: the convolution's output is observed and quantized, batch norm's is not.
+    ConvObserved,
 }
 
 /// How to prepare.
@@ -33,6 +36,9 @@ pub struct QatSettings {
     pub observer: ObserverKind,
     /// Rate of the moving average.
     pub rate: f32,
+    /// Whether the scales of weights and activations are parameters (LSQ, LSQ+) instead of following observed ranges: only
+    /// with batch norm skipped, and from [`ResNet::start_grids`] on.
+    pub learned: bool,
 }
 
 /// One of the observers that a recipe names.
@@ -81,6 +87,8 @@ pub(super) struct Site {
     pub name: String,
     pub args: QuantArgs,
     pub observer: RangeObserver,
+    /// Whether values may be negative: the pictures; everything else has passed a ReLU.
+    pub signed: bool,
 }
 
 /// The quantization of one layer.
@@ -102,6 +110,8 @@ pub(super) struct Prepared {
     pub settings: QatSettings,
     pub layers: Vec<LayerPlan>,
     pub sites: Vec<Site>,
+    /// Learned grids, with [`QatSettings::learned`].
+    pub grids: Option<Grids>,
 }
 
 impl Prepared {
@@ -147,43 +157,55 @@ impl ResNet {
     ///
     /// # Errors
     /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction; [`QuantError::Setting`] for
-    /// float-coded weights, which convolutions do not have.
+    /// float-coded weights and scales of groups, which convolutions do not have, and for learned scales where batch norm is
+    /// observed.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
-        let mut site = |name: String, args: QuantArgs| {
+        let refused =
+            |field, expected: &str, got: String| Err(QuantError::Setting { field, expected: expected.into(), got });
+        if settings.learned && settings.placement != BnPlacement::Skipped {
+            return refused("learned_scales", "batch norm skipped", format!("{:?}", settings.placement));
+        }
+        let mut site = |name: String, args: QuantArgs, signed: bool| {
             sites.iter().position(|s| s.name == name).unwrap_or_else(|| {
                 let observer = RangeObserver::new(settings.observer, settings.rate, None);
-                sites.push(Site { name, args, observer });
+                sites.push(Site { name, args, observer, signed });
                 sites.len() - 1
             })
         };
         let observed = settings.placement != BnPlacement::Skipped;
         let mut plans = Vec::new();
-        for layer in &self.layers {
+        for (i, layer) in self.layers.iter().enumerate() {
             let mut plan = LayerPlan::default();
             let scheme = settings.config.scheme_for(&layer.module).copied();
             if let Some(scheme) = scheme {
                 if scheme.weights.qtype.float().is_some() {
-                    let expected = "integer weights for an image model".into();
-                    let got = scheme.weights.qtype.name().into();
-                    return Err(QuantError::Setting { field: "scheme", expected, got });
+                    return refused("scheme", "integer weights for an image model", scheme.weights.qtype.name().into());
                 }
-                scheme.weights.scale_shape(layer.shape[0], layer.shape[1..].iter().product())?;
+                let [rows, groups] = scheme.weights.scale_shape(layer.shape[0], layer.k())?;
+                if rows * groups > layer.shape[0] {
+                    // The sums of different groups cannot share a factor behind the convolution.
+                    let expected = "per channel or per tensor for a convolution";
+                    return refused("granularity", expected, format!("{:?}", scheme.weights.granularity));
+                }
                 // The tensor that `downsample` reads is the block's input, as for `conv1`.
                 let input = layer.module.replace(".downsample", ".conv1");
-                plan.input = scheme.activations.map(|args| site(format!("{input}.input"), args));
+                plan.input = scheme.activations.map(|args| site(format!("{input}.input"), args, i == 0));
             }
             // The wrong way observes every batch norm, that of float convolutions too.
             if let (true, Some(args), true) = (observed, settings.config.scheme.activations, layer.norm.is_some()) {
-                plan.bn_output = Some(site(format!("{}.bn_output", layer.module), args));
-                if settings.placement == BnPlacement::ConvAndBnObserved {
-                    plan.conv_output = Some(site(format!("{}.conv_output", layer.module), args));
+                if settings.placement != BnPlacement::ConvObserved {
+                    plan.bn_output = Some(site(format!("{}.bn_output", layer.module), args, true));
+                }
+                if settings.placement != BnPlacement::BnObserved {
+                    plan.conv_output = Some(site(format!("{}.conv_output", layer.module), args, true));
                 }
             }
             plan.scheme = scheme;
             plans.push(plan);
         }
-        self.prepared = Some(Prepared { settings, layers: plans, sites });
+        let grids = settings.learned.then(|| Grids::new(&self.layers, &plans, &sites)).transpose()?;
+        self.prepared = Some(Prepared { settings, layers: plans, sites, grids });
         Ok(())
     }
 
@@ -212,18 +234,25 @@ impl ResNet {
         self.layers
             .iter()
             .zip(&prepared.layers)
-            .map(|(layer, plan)| {
+            .enumerate()
+            .map(|(i, (layer, plan))| {
                 let (weight, bias) = layer.folded(eps);
-                let (n, k) = (layer.shape[0], weight.len() / layer.shape[0]);
-                let matrix =
-                    plan.scheme.map(|s| dsq_kernels::quantize::quantize(&weight, n, k, s.weights)).transpose()?;
-                let activation = plan
-                    .input
-                    .map(|i| {
-                        let site = &prepared.sites[i];
-                        site.observer.qparams(&site.args).map(|p| (site.args, p))
-                    })
-                    .transpose()?;
+                let (n, k) = (layer.shape[0], layer.k());
+                let learned = |args: &QuantArgs| prepared.grids.as_ref()?.weight(i, layer, args, eps);
+                let matrix = plan.scheme.map(|s| match learned(&s.weights) {
+                    None => dsq_kernels::quantize::quantize(&weight, n, k, s.weights),
+                    Some(params) => dsq_kernels::quantize::quantize_with(&weight, n, k, s.weights, &params),
+                });
+                let matrix = matrix.transpose()?;
+                let activation = plan.input.map(|i| {
+                    let site = &prepared.sites[i];
+                    let p = match &prepared.grids {
+                        None => site.observer.qparams(&site.args)?,
+                        Some(grids) => grids.site(i, &site.args),
+                    };
+                    Ok::<_, QuantError>((site.args, p))
+                });
+                let activation = activation.transpose()?;
                 let shape = stored_shape(layer);
                 Ok(ConvertedLayer { module: layer.module.clone(), shape, matrix, weight, bias, activation })
             })
@@ -240,7 +269,7 @@ impl ResNet {
         let (mut bits, mut count) = (0.0, 0usize);
         for (layer, plan) in self.layers.iter().zip(&prepared.layers) {
             if let Some(scheme) = plan.scheme {
-                let (n, k) = (layer.shape[0], layer.weight.len() / layer.shape[0]);
+                let (n, k) = (layer.shape[0], layer.k());
                 bits += scheme.weights.bits_per_weight(n, k)? * (n * k) as f64;
                 count += n * k;
             }

@@ -4,7 +4,7 @@ use super::*;
 use burn::tensor::{Device, Tensor, TensorData};
 use dsq_quant::{FloatType, Granularity, ObserverKind, QuantArgs, QuantConfig, QuantScheme};
 
-fn config() -> ResNetConfig {
+pub(super) fn config() -> ResNetConfig {
     ResNetConfig {
         in_channels: 1,
         image_size: 12,
@@ -20,21 +20,21 @@ fn config() -> ResNetConfig {
 fn settings(placement: BnPlacement) -> QatSettings {
     let scheme = QuantScheme::preset("W4A4", Granularity::PerChannel, FloatType::F32).unwrap();
     let config = QuantConfig::new(scheme, &["re:conv1$".into(), "fc".into()]).unwrap();
-    QatSettings { config, placement, observer: ObserverKind::MovingAverage, rate: 0.1 }
+    QatSettings { config, placement, observer: ObserverKind::MovingAverage, rate: 0.1, learned: false }
 }
 
-fn images(m: usize, side: usize, seed: u64, device: &Device) -> Tensor<4> {
+pub(super) fn images(m: usize, side: usize, seed: u64, device: &Device) -> Tensor<4> {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     let data: Vec<f32> = (0..m * side * side).map(|_| rng.random::<f32>() * 2.0 - 0.5).collect();
     Tensor::from_data(TensorData::new(data, [m, 1, side, side]), device)
 }
 
-fn values<const D: usize>(t: Tensor<D>) -> Vec<f32> {
+pub(super) fn values<const D: usize>(t: Tensor<D>) -> Vec<f32> {
     t.into_data().try_into_vec().unwrap()
 }
 
-/// A network whose statistics, gammas and betas have left their initial values, calibrated.
-fn seasoned(seed: u64, placement: BnPlacement) -> ResNet {
+/// A network whose statistics, gammas and betas have left their initial values.
+pub(super) fn grown(seed: u64) -> ResNet {
     let mut net = ResNet::new(&config(), seed);
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed + 1000);
     for layer in &mut net.layers {
@@ -45,6 +45,12 @@ fn seasoned(seed: u64, placement: BnPlacement) -> ResNet {
             norm.var.iter_mut().for_each(|v| *v = rng.random::<f32>() * 3.0 + 0.01);
         }
     }
+    net
+}
+
+/// Such a network, calibrated.
+fn seasoned(seed: u64, placement: BnPlacement) -> ResNet {
+    let mut net = grown(seed);
     net.prepare(settings(placement)).unwrap();
     let device = Device::flex();
     let mut updates = Updates::default();
@@ -53,7 +59,7 @@ fn seasoned(seed: u64, placement: BnPlacement) -> ResNet {
     net
 }
 
-fn run(net: &ResNet, x: Tensor<4>, pass: Pass) -> Vec<f32> {
+pub(super) fn run(net: &ResNet, x: Tensor<4>, pass: Pass) -> Vec<f32> {
     let leaves = net.leaves(&x.device());
     values(net.forward(&leaves, x, pass, &mut Updates::default()).unwrap())
 }
@@ -150,7 +156,7 @@ fn prepared_forward_equals_the_converted_layers_bit_for_bit() {
 }
 
 /// A forward pass written from the converted layers alone, in i64 sums.
-fn twin(net: &ResNet, converted: &[ConvertedLayer], x: Tensor<4>) -> Vec<f32> {
+pub(super) fn twin(net: &ResNet, converted: &[ConvertedLayer], x: Tensor<4>) -> Vec<f32> {
     struct Map {
         h: usize,
         c: usize,

@@ -3,7 +3,6 @@
 
 use crate::idx::Pictures;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use dsq_checkpoint::ResNetConfig;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -61,9 +60,9 @@ pub(super) fn gather(p: &Pictures, indices: &[usize], mut augment: Option<ChaCha
 }
 
 /// Normalized pictures as a tensor `[m, 1, h, w]`.
-pub(super) fn images(pixels: &[u8], config: &ResNetConfig, size: [usize; 2], device: &Device) -> Tensor<4> {
-    let m = pixels.len() / (size[0] * size[1]);
-    Tensor::from_data(TensorData::new(config.normalize(pixels), [m, 1, size[0], size[1]]), device)
+pub(super) fn images(normalized: &[f32], size: [usize; 2], device: &Device) -> Tensor<4> {
+    let m = normalized.len() / (size[0] * size[1]);
+    Tensor::from_data(TensorData::new(normalized.to_vec(), [m, 1, size[0], size[1]]), device)
 }
 
 /// Labels of these pictures, one-hot, `[m, classes]`.

@@ -9,13 +9,16 @@ mod sgd;
 
 pub use run::run_cnn;
 
-use crate::TrainError;
 use crate::idx::Pictures;
+use crate::{Distill, LearnedScales, TrainError};
 use dsq_checkpoint::{CheckpointError, ExportTensor, ModelConfig, Proof, ResNetConfig, SourceRecord, export_folder};
-use dsq_model::resnet::{BnPlacement, ConvertedLayer};
+use dsq_model::resnet::{BnPlacement, ConvertedLayer, ResNet};
 use dsq_quant::{FloatType, ObserverKind, QuantConfig};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+
+/// Rows of the table that training can fill.
+const ROWS: usize = 5;
 
 /// Everything that decides a CNN run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,7 +42,7 @@ pub struct CnnTrainConfig {
     pub freeze_bn_step: usize,
     /// QAT step from which activation ranges are frozen.
     pub freeze_ranges_step: usize,
-    /// What the wrong way observes.
+    /// What the wrong way observes; skipped: it is not trained.
     pub wrong_way: BnPlacement,
     /// Batches of training pictures that calibrate the activation ranges.
     pub calibration_batches: usize,
@@ -47,6 +50,17 @@ pub struct CnnTrainConfig {
     pub observer: ObserverKind,
     /// Rate of the moving average.
     pub observer_rate: f32,
+    /// Trains the scales of weights and activations as parameters of their own, where batch norm is skipped (LSQ, LSQ+);
+    /// `None`: they follow observed ranges.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned_scales: Option<LearnedScales>,
+    /// Distillation of the QAT phase (batch norm skipped) from the float result; `None`: cross-entropy only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub distill: Option<Distill>,
+    /// Whether to train the float result on, with the pictures, steps and rates of the QAT phase but without the grid: QAT
+    /// is more training too, and this is the float network it must be held against.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub float_equal_steps: bool,
     /// Steps between checkpoints.
     pub save_every: usize,
 }
@@ -121,16 +135,45 @@ impl CnnTrainConfig {
             let d = phase.weight_decay;
             check((0.0..1.0).contains(&d), &key("weight_decay"), "0 to 1, 1 excluded", d.to_string())?;
         }
-        check(
-            self.wrong_way != BnPlacement::Skipped,
-            "wrong_way",
-            "bn_observed or conv_and_bn_observed",
-            "skipped".into(),
-        )?;
+        self.learned_scales.as_ref().map_or(Ok(()), LearnedScales::check)?;
+        self.distill.as_ref().map_or(Ok(()), Distill::check)?;
         check(self.calibration_batches > 0, "calibration_batches", "at least 1", "0".into())?;
         let rate = self.observer_rate;
         check(rate > 0.0 && rate <= 1.0, "observer_rate", "more than 0, at most 1", rate.to_string())?;
         check(self.save_every > 0, "save_every", "at least 1", "0".into())
+    }
+
+    /// Checks that the network can be quantized so, which needs no file either.
+    ///
+    /// # Errors
+    /// [`TrainError::Quant`] for a scheme, granularity or learned scales that convolutions do not have.
+    pub fn check_quant(&self, quant: &QuantConfig) -> Result<(), TrainError> {
+        // What a layer is quantized with does not depend on the size of pictures.
+        let mut blank = ResNet::new(&self.network(1, [0.0, 1.0]), 0);
+        for placement in [BnPlacement::Skipped, self.wrong_way] {
+            blank.prepare(run::settings(self, quant, placement)).map_err(run::quant_error)?;
+        }
+        Ok(())
+    }
+
+    /// The phases of a seed, in order.
+    fn phases(&self) -> &'static [&'static str] {
+        match (self.wrong_way, self.float_equal_steps) {
+            (BnPlacement::Skipped, false) => &["float", "qat"],
+            (BnPlacement::Skipped, true) => &["float", "qat", "float_equal_steps"],
+            (_, false) => &["float", "qat_bn_observed", "qat"],
+            (_, true) => &["float", "qat_bn_observed", "qat", "float_equal_steps"],
+        }
+    }
+
+    /// Row names, in order; the wrong way by what it observes.
+    fn row_names(&self) -> [&'static str; ROWS] {
+        let wrong = match self.wrong_way {
+            BnPlacement::Skipped | BnPlacement::BnObserved => "qat_bn_observed",
+            BnPlacement::ConvAndBnObserved => "qat_conv_and_bn_observed",
+            BnPlacement::ConvObserved => "qat_conv_observed",
+        };
+        ["float", "ptq", wrong, "qat", "float_equal_steps"]
     }
 
     /// The architecture for pictures like these.
@@ -140,16 +183,20 @@ impl CnnTrainConfig {
             return Err(TrainError::Artifact { path: self.data.train_images.clone(), problem });
         }
         let (mean, std) = data::statistics(train);
-        Ok(ResNetConfig {
+        Ok(self.network(train.size[0], [mean, std]))
+    }
+
+    fn network(&self, image_size: usize, [mean, std]: [f32; 2]) -> ResNetConfig {
+        ResNetConfig {
             in_channels: 1,
-            image_size: train.size[0],
+            image_size,
             channels: self.channels.clone(),
             blocks_per_stage: self.blocks_per_stage,
             num_classes: self.num_classes,
             norm_eps: 1e-5,
             mean: vec![mean],
             std: vec![std],
-        })
+        }
     }
 }
 
@@ -160,7 +207,7 @@ pub struct CnnProgress {
     pub seed: u64,
     /// Place of the seed, from 0.
     pub seed_index: usize,
-    /// `float`, `qat_bn_observed` or `qat`.
+    /// `float`, `qat_bn_observed` (whatever the wrong way observes), `qat` or `float_equal_steps`.
     pub phase: &'static str,
     /// Steps finished, over all seeds and phases.
     pub step: u64,
@@ -175,7 +222,7 @@ pub struct CnnProgress {
 /// Accuracy of one kind of model over the seeds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CnnRow {
-    /// `float`, `ptq`, `qat_bn_observed`, `qat`.
+    /// `float`, `ptq`, `qat_bn_observed` (or `qat_conv_and_bn_observed`, `qat_conv_observed`), `qat`, `float_equal_steps`.
     pub name: String,
     /// Top-1 accuracy in percent, one for each seed.
     pub top1: Vec<f64>,
@@ -251,7 +298,7 @@ impl CnnExport {
 /// What a run gives.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CnnResults {
-    /// `float`, `ptq`, `qat_bn_observed`, `qat`.
+    /// In the order of their names in [`CnnRow`], without those that were not trained.
     pub rows: Vec<CnnRow>,
     /// One for each seed.
     pub exports: Vec<CnnExport>,

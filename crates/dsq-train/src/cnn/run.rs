@@ -2,27 +2,26 @@
 //! Saves after `save_every` steps and between phases; a resumed run goes on with the same bits.
 
 use super::data::{batch_indices, gather, images, one_hot, statistics, stream};
-use super::sgd::{Sgd, clip};
-use super::{CnnExport, CnnPhase, CnnProgress, CnnResults, CnnRow, CnnTrainConfig, top1_percent};
+use super::sgd::{Rates, Sgd, clip};
+use super::{CnnExport, CnnPhase, CnnProgress, CnnResults, CnnRow, CnnTrainConfig, ROWS, top1_percent};
 use crate::idx::Pictures;
 use crate::schedule::learning_rate;
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError};
 use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;
 use dsq_checkpoint::ResNetConfig;
-use dsq_model::resnet::{BnPlacement, Pass, QatSettings, ResNet, Updates};
+use dsq_model::Teacher;
+use dsq_model::resnet::{BnPlacement, Pass, QatSettings, ResNet, Updates, distill};
 use dsq_quant::{QuantConfig, QuantError};
 use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Pictures in an evaluation batch.
 const EVAL_BATCH: usize = 250;
 
-/// The training phases of a seed, in order.
-const PHASES: [&str; 3] = ["float", "qat_bn_observed", "qat"];
-
-/// Row names, in order.
-const ROWS: [&str; 4] = ["float", "ptq", "qat_bn_observed", "qat"];
+/// The phase that trains the float result on.
+const EQUAL_STEPS: &str = "float_equal_steps";
 
 /// Trains by `config` in the run folder `out` and returns the table's numbers and the networks to export.
 ///
@@ -38,6 +37,7 @@ pub fn run_cnn(
     callback: &mut dyn FnMut(&CnnProgress) -> Control,
 ) -> Result<CnnResults, TrainError> {
     config.validate()?;
+    config.check_quant(quant)?;
     let d = &config.data;
     let train = Pictures::read(&d.train_images, &d.train_labels, config.num_classes, d.train_limit)?;
     let test = Pictures::read(&d.test_images, &d.test_labels, config.num_classes, d.test_limit)?;
@@ -65,19 +65,26 @@ pub fn run_cnn(
     job.run()
 }
 
+/// How a network is prepared; scales are learned only where batch norm is skipped.
+pub(super) fn settings(config: &CnnTrainConfig, quant: &QuantConfig, placement: BnPlacement) -> QatSettings {
+    let learned = config.learned_scales.is_some() && placement == BnPlacement::Skipped;
+    let (observer, rate) = (config.observer, config.observer_rate);
+    QatSettings { config: quant.clone(), placement, observer, rate, learned }
+}
+
 /// What a checkpoint holds besides tensors of the running phase.
 #[derive(Debug, Default)]
 struct State {
     /// Place of the seed.
     seed: usize,
-    /// Place in [`PHASES`].
+    /// Place among the phases.
     phase: usize,
     /// Steps finished in the phase.
     step: usize,
     /// Steps finished in all.
     total: u64,
     /// Accuracies so far, `[row][seed]`.
-    top1: [Vec<f64>; 4],
+    top1: [Vec<f64>; ROWS],
     /// The running phase's network, once it has started.
     net: Option<ResNet>,
     sgd: Sgd,
@@ -101,7 +108,7 @@ struct Job<'a> {
 impl Job<'_> {
     fn run(mut self) -> Result<CnnResults, TrainError> {
         while self.state.seed < self.config.seeds.len() {
-            while self.state.phase < PHASES.len() {
+            while self.state.phase < self.config.phases().len() {
                 self.phase()?;
             }
             self.state.seed += 1;
@@ -117,29 +124,41 @@ impl Job<'_> {
     }
 
     fn settings(&self, placement: BnPlacement) -> QatSettings {
-        let (observer, rate) = (self.config.observer, self.config.observer_rate);
-        QatSettings { config: self.quant.clone(), placement, observer, rate }
+        settings(self.config, self.quant, placement)
     }
 
     /// A network prepared as the phase needs it, with the parameters of `from`.
     fn start(&self, from: Option<&ResNet>) -> Result<ResNet, TrainError> {
         let Some(float) = from else { return Ok(ResNet::new(&self.architecture, self.seed())) };
         let mut net = float.clone();
-        let placement = if PHASES[self.state.phase] == "qat" { BnPlacement::Skipped } else { self.config.wrong_way };
+        let name = self.config.phases()[self.state.phase];
+        if name == EQUAL_STEPS {
+            return Ok(net);
+        }
+        let right = name == "qat";
+        let placement = if right { BnPlacement::Skipped } else { self.config.wrong_way };
         net.prepare(self.settings(placement)).map_err(quant_error)?;
-        self.calibrate(&mut net)?;
+        if right && self.config.learned_scales.is_some() {
+            net.start_grids(&self.calibration_batch(0)).map_err(quant_error)?;
+        } else {
+            self.calibrate(&mut net)?;
+        }
         Ok(net)
+    }
+
+    /// Batch `b` of the pictures to calibrate with, as they are: training pictures, normalized.
+    fn calibration_batch(&self, b: usize) -> Vec<f32> {
+        let (size, seed) = (self.config.qat.batch_size, self.seed());
+        let picks = batch_indices(self.train.len(), size, seed, "calibration", b as u64);
+        self.architecture.normalize(&gather(&self.train, &picks, None))
     }
 
     /// Observes activation ranges of the float network on training pictures, as they are.
     fn calibrate(&self, net: &mut ResNet) -> Result<(), TrainError> {
         let mut updates = Vec::new();
         for b in 0..self.config.calibration_batches {
-            let picks =
-                batch_indices(self.train.len(), self.config.qat.batch_size, self.seed(), "calibration", b as u64);
-            let x = self.architecture.normalize(&gather(&self.train, &picks, None));
             let mut found = Updates::default();
-            net.logits(&x, Pass::Calibrate, &mut found).map_err(quant_error)?;
+            net.logits(&self.calibration_batch(b), Pass::Calibrate, &mut found).map_err(quant_error)?;
             updates.push(found);
         }
         updates.into_iter().for_each(|u| net.apply(u));
@@ -163,7 +182,7 @@ impl Job<'_> {
 
     /// One training phase of the current seed, from where it stands to its end.
     fn phase(&mut self) -> Result<(), TrainError> {
-        let name = PHASES[self.state.phase];
+        let name = self.config.phases()[self.state.phase];
         let phase = if name == "float" { &self.config.float } else { &self.config.qat };
         let mut net = match self.state.net.take() {
             Some(net) => net,
@@ -216,7 +235,8 @@ impl Job<'_> {
             "float" => {
                 let float = self.accuracy(&net, Pass::FloatEval)?;
                 let mut ptq = net.clone();
-                ptq.prepare(self.settings(BnPlacement::Skipped)).map_err(quant_error)?;
+                let observed = QatSettings { learned: false, ..self.settings(BnPlacement::Skipped) };
+                ptq.prepare(observed).map_err(quant_error)?;
                 self.calibrate(&mut ptq)?;
                 let ptq = self.accuracy(&ptq, Pass::QatEval)?;
                 self.state.top1[0].push(float);
@@ -226,6 +246,10 @@ impl Job<'_> {
             "qat_bn_observed" => {
                 let top1 = self.accuracy(&net, Pass::QatEval)?;
                 self.state.top1[2].push(top1);
+            }
+            EQUAL_STEPS => {
+                let top1 = self.accuracy(&net, Pass::FloatEval)?;
+                self.state.top1[4].push(top1);
             }
             _ => {
                 let top1 = self.accuracy(&net, Pass::QatEval)?;
@@ -245,11 +269,13 @@ impl Job<'_> {
         device: &Device,
     ) -> Result<(f64, f64), TrainError> {
         let (seed, step) = (self.seed(), self.state.step);
-        let picks = batch_indices(self.train.len(), phase.batch_size, seed, name, step as u64);
-        let augment = phase.augment.then(|| stream(seed, &format!("{name} augmentation"), step as u64));
-        let x = images(&gather(&self.train, &picks, augment), &self.architecture, self.train.size, device);
+        let pictures_of = if name == EQUAL_STEPS { "qat" } else { name };
+        let picks = batch_indices(self.train.len(), phase.batch_size, seed, pictures_of, step as u64);
+        let augment = phase.augment.then(|| stream(seed, &format!("{pictures_of} augmentation"), step as u64));
+        let pictures = self.architecture.normalize(&gather(&self.train, &picks, augment));
+        let x = images(&pictures, self.train.size, device);
         let target = one_hot(&self.train, &picks, self.architecture.num_classes, device);
-        let pass = if name == "float" {
+        let pass = if matches!(name, "float" | EQUAL_STEPS) {
             Pass::FloatTrain
         } else {
             Pass::QatTrain {
@@ -260,7 +286,13 @@ impl Job<'_> {
         let leaves = net.leaves(device);
         let mut updates = Updates::default();
         let logits = net.forward(&leaves, x, pass, &mut updates).map_err(quant_error)?;
-        let loss = (log_softmax(logits, 1) * target).sum().mul_scalar(-1.0 / picks.len() as f32);
+        let mut loss = (log_softmax(logits.clone(), 1) * target).sum().mul_scalar(-1.0 / picks.len() as f32);
+        if let (Some(d), Some(float), "qat") = (&self.config.distill, &self.state.float, name) {
+            let known = float.logits(&pictures, Pass::FloatEval, &mut Updates::default()).map_err(quant_error)?;
+            let teacher = Teacher { logits: Arc::new(known), temperature: d.temperature as f32 };
+            let distilled = distill(logits, teacher, picks.len() as f32).mul_scalar(d.weight as f32);
+            loss = distilled + loss.mul_scalar(1.0 - d.weight as f32);
+        }
         let value = f64::from(loss.clone().into_scalar::<f32>());
         if !value.is_finite() {
             return Err(TrainError::Numerics { what: format!("{name}: loss"), step: self.state.total + 1, value });
@@ -272,13 +304,17 @@ impl Job<'_> {
             return Err(TrainError::Numerics { what, step: self.state.total + 1, value: norm });
         }
         let rate = learning_rate(step, phase.steps, phase.warmup_steps, phase.learning_rate);
+        // On the schedule of the weights' rate.
+        let grid_rate = self.config.learned_scales.as_ref().map_or(0.0, |s| s.rate) * (rate / phase.learning_rate);
         net.apply(updates);
-        self.state.sgd.step(net, grads, rate, phase.momentum, phase.weight_decay);
+        let rates = Rates { rate, grid_rate, momentum: phase.momentum, decay: phase.weight_decay };
+        self.state.sgd.step(net, grads, rates);
         Ok((value, rate))
     }
 
     fn steps(&self) -> u64 {
-        ((self.config.float.steps + 2 * self.config.qat.steps) * self.config.seeds.len()) as u64
+        let qat = self.config.phases().len() - 1;
+        ((self.config.float.steps + qat * self.config.qat.steps) * self.config.seeds.len()) as u64
     }
 
     fn save(&self) -> Result<(), TrainError> {
@@ -294,14 +330,11 @@ impl Job<'_> {
         s.net.iter().for_each(|n| put("net", n));
         s.float.iter().for_each(|n| put("float", n));
         s.done.iter().enumerate().for_each(|(i, n)| put(&format!("done{i}"), n));
-        tensors.extend(s.sgd.buffers.iter().enumerate().map(|(i, b)| StateTensor {
-            name: format!("momentum.{i}"),
-            shape: vec![b.len()],
-            data: b.clone(),
-        }));
+        tensors.extend(s.sgd.state());
         let state = json!({
             "seed": s.seed, "phase": s.phase, "step": s.step, "top1": s.top1, "running": s.net.is_some(),
             "float": s.float.is_some(), "done": s.done.len(), "buffers": s.sgd.buffers.len(),
+            "grid_updates": s.sgd.grid_updates(),
         });
         self.dir.save(&Snapshot { step: s.total, tensors, state })
     }
@@ -335,7 +368,7 @@ impl Job<'_> {
             net.load_state(&state).map_err(|name| broken(&format!("{prefix}.{name}")))?;
             Ok(net)
         };
-        let placement = match PHASES.get(self.state.phase) {
+        let placement = match self.config.phases().get(self.state.phase) {
             Some(&"qat") => Some(BnPlacement::Skipped),
             Some(&"qat_bn_observed") => Some(self.config.wrong_way),
             _ => None,
@@ -346,12 +379,7 @@ impl Job<'_> {
             .map(|i| load(&format!("done{i}"), Some(BnPlacement::Skipped)))
             .collect::<Result<Vec<_>, _>>()?;
         (self.state.net, self.state.float, self.state.done) = (net, float, done);
-        self.state.sgd.buffers = (0..number("buffers")?)
-            .map(|i| {
-                let name = format!("momentum.{i}");
-                snapshot.tensors.iter().find(|t| t.name == name).map(|t| t.data.clone()).ok_or_else(|| broken(&name))
-            })
-            .collect::<Result<_, _>>()?;
+        self.state.sgd = Sgd::restore(&snapshot.tensors, number("buffers")?, number("grid_updates")? as u64);
         self.dir.truncate_log(snapshot.step)
     }
 
@@ -360,13 +388,15 @@ impl Job<'_> {
             Some(net) => net.bits_per_weight().map_err(quant_error)?.unwrap_or(32.0),
             None => 32.0,
         };
-        let rows = ROWS
+        let names = self.config.row_names();
+        let rows = names
             .iter()
             .zip(&self.state.top1)
+            .filter(|(_, top1)| !top1.is_empty())
             .map(|(name, top1)| CnnRow {
                 name: (*name).into(),
                 top1: top1.clone(),
-                bits_per_weight: if *name == "float" { 32.0 } else { bits },
+                bits_per_weight: if name.starts_with("float") { 32.0 } else { bits },
             })
             .collect();
         let exports = self
@@ -388,6 +418,6 @@ impl Job<'_> {
     }
 }
 
-fn quant_error(source: QuantError) -> TrainError {
+pub(super) fn quant_error(source: QuantError) -> TrainError {
     TrainError::Quant { module: "network".into(), source }
 }

@@ -67,6 +67,40 @@ pub struct Distill {
     pub temperature: f64,
 }
 
+impl LearnedScales {
+    /// Checks the range of the rate.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] naming the recipe's key.
+    pub(crate) fn check(&self) -> Result<(), TrainError> {
+        if self.rate > 0.0 && self.rate < 1.0 {
+            return Ok(());
+        }
+        let (field, expected) = ("qat.scale_learning_rate".into(), "more than 0, less than 1".into());
+        Err(TrainError::Setting { field, expected, got: self.rate.to_string() })
+    }
+}
+
+impl Distill {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] naming the recipe's key.
+    pub(crate) fn check(&self) -> Result<(), TrainError> {
+        let refuse = |field: &str, expected: &str, got: f64| {
+            let field = format!("qat.{field}");
+            Err(TrainError::Setting { field, expected: expected.into(), got: got.to_string() })
+        };
+        if !(self.weight > 0.0 && self.weight <= 1.0) {
+            return refuse("distill_weight", "more than 0, at most 1", self.weight);
+        }
+        if !(self.temperature.is_finite() && self.temperature >= 0.01) {
+            return refuse("distill_temperature", "a finite number of at least 0.01", self.temperature);
+        }
+        Ok(())
+    }
+}
+
 impl LmPhase {
     /// The learning rate of step `step` (from 1).
     pub fn rate(&self, step: usize) -> f64 {
@@ -120,23 +154,8 @@ impl LmTrainConfig {
     pub fn check(&self, model: &LlamaConfig, tokens: usize) -> Result<(), TrainError> {
         self.float.check("train", model, tokens)?;
         self.qat.check("qat", model, tokens)?;
-        if let Some(d) = &self.distill {
-            let refuse = |field: &str, expected: &str, got: f64| {
-                let field = format!("qat.{field}");
-                Err(TrainError::Setting { field, expected: expected.into(), got: got.to_string() })
-            };
-            if !(d.weight > 0.0 && d.weight <= 1.0) {
-                return refuse("distill_weight", "more than 0, at most 1", d.weight);
-            }
-            if !(d.temperature.is_finite() && d.temperature >= 0.01) {
-                return refuse("distill_temperature", "a finite number of at least 0.01", d.temperature);
-            }
-        }
-        if let Some(s) = self.learned_scales.as_ref().filter(|s| !(s.rate > 0.0 && s.rate < 1.0)) {
-            let field = "qat.scale_learning_rate".into();
-            let expected = "more than 0, less than 1".into();
-            return Err(TrainError::Setting { field, expected, got: s.rate.to_string() });
-        }
+        self.distill.as_ref().map_or(Ok(()), Distill::check)?;
+        self.learned_scales.as_ref().map_or(Ok(()), LearnedScales::check)?;
         if self.save_every == 0 {
             let (expected, got) = ("at least 1".into(), "0".into());
             return Err(TrainError::Setting { field: "train.save_every".into(), expected, got });
