@@ -100,7 +100,7 @@ mod tests {
         assert!(e.code() == 3 && e.to_string().contains("expected 1 to 5 files .jpg or .jpeg, got 0"), "{e}");
         let file = dir.path().join("a_1.JPG");
         std::fs::write(&file, b"\xff\xd8\xff\xe0 and so on").unwrap();
-        assert_eq!(list(dir.path(), 1).unwrap(), [file.clone()]);
+        assert_eq!(list(dir.path(), 1).unwrap(), std::slice::from_ref(&file));
         assert_eq!(list(dir.path(), 0).unwrap_err().code(), 3);
         let e = read(&[file], &model).unwrap_err();
         assert!(e.code() == 3 && e.to_string().contains("a_1.JPG: expected a JPEG picture"), "{e}");

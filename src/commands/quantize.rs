@@ -114,7 +114,10 @@ struct Layer {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
-    // All that can be known without reading a weight comes first.
+    // All that can be known without reading a weight comes first; of an image model also rounding takes --calib.
+    if args.method != Method::Rtn {
+        args.calibration.check(args.method)?;
+    }
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;

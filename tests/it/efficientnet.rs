@@ -107,7 +107,7 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails_with(&[], 2, "--calib: ranges of activations are measured on pictures");
     fails_with(&["--calib", text(dir.path())], 3, "expected 1 to 128 files");
     fails_with(&["--granularity", "group"], 2, "--granularity: expected channel");
-    fails_with(&["--method", "awq"], 2, "--method: expected rtn or gptq");
+    fails_with(&["--method", "awq", "--calib", text(dir.path())], 2, "--method: expected rtn or gptq");
     fails_with(&["--ignore", "conv"], 2, "expected patterns that match a layer");
     fails_with(&["--calib-tokens", "5"], 2, "--calib-tokens: not for an image model");
     fails(&["eval", text(&model)], 2, &["--text"]);
