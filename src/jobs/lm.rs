@@ -47,6 +47,11 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("quant.ignore: expected patterns that match a linear layer, got {pattern:?}, which matches none");
         return Err(CliError::usage(format!("{}: {problem}", recipe_path.display())));
     }
+    if let Some(a) = quant.scheme.activations.filter(|a| !a.is_dynamic()) {
+        let problem = "expected float activations (A16) or INT8 ones for each token (A8) for a language model";
+        let got = format!("static {} activations", a.qtype.name());
+        return Err(CliError::usage(format!("{}: quant.scheme: {problem}, got {got}", recipe_path.display())));
+    }
     let bytes = input::bytes(&job.tokenizer.path)?;
     let file = job.tokenizer.path.display().to_string();
     let tokenizer = TextTokenizer::from_json(&bytes, &file)?;

@@ -325,6 +325,15 @@ fn json_is_one_object_on_stdout_for_every_command() {
     let seen = object(dir, &["doctor"]);
     command(&seen, "doctor");
     assert!(rows(&seen) == 6 && seen["rows"][0]["kernel"].is_string(), "{seen}");
+    let seen = object(dir, &["bench", "micro.toml", "--train-steps", "2", "--set", "quant.scheme=W4A8"]);
+    let row = &seen["rows"][0];
+    assert!(
+        rows(&seen) == 1 && row["name"] == "train step" && row["fake_quant_overhead"].as_f64() > Some(0.0),
+        "{seen}"
+    );
+    assert!(row["step_ms"].as_f64() > Some(0.0) && row["tokens_per_second"].as_f64() > Some(0.0), "{seen}");
+    let (_, err) = expect(dir, &["train", "micro.toml", "--check", "--set", "quant.scheme=W4A4"], 2);
+    assert!(err.contains("quant.scheme") && err.contains("static INT4"), "{err}");
     let seen = object(dir, &["train", "micro.toml", "--check"]);
     command(&seen, "train");
     assert!(!dir.join("runs").exists(), "a check makes nothing");

@@ -1,6 +1,6 @@
 //! The `dsq` command as a person runs it, for the tests beside this file. No test of its own.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// Runs a command.
@@ -25,6 +25,23 @@ pub fn fails(args: &[&str], code: i32, words: &[&str]) {
     }
     assert!(text.starts_with("error: ") && text.lines().count() <= 2, "{text:?}");
     assert!(out.stdout.is_empty());
+}
+
+/// A real model or pictures, by name, of `$DSQ_MODELS` or the user's cache; without them the test is skipped, which
+/// `DSQ_REQUIRE_MODELS=1` turns into a failure.
+pub fn cached(name: &str) -> Option<PathBuf> {
+    let folder = match std::env::var_os("DSQ_MODELS") {
+        Some(folder) => PathBuf::from(folder),
+        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/dsq"),
+    };
+    let path = folder.join(name);
+    if !path.exists() {
+        let required = std::env::var("DSQ_REQUIRE_MODELS").is_ok_and(|v| v == "1");
+        assert!(!required, "DSQ_REQUIRE_MODELS=1, and there is no {}; run .ci/fetch-models.sh", path.display());
+        println!("skipped: no {}; run .ci/fetch-models.sh", path.display());
+        return None;
+    }
+    Some(path)
 }
 
 /// A path as an argument.

@@ -2,31 +2,14 @@
 //! the graph that is calibrated against the runtime, and the commands on the real model and pictures. Those are neither
 //! committed nor fetched here: see `.ci/fetch-models.sh`.
 
-use crate::command::{fails, text, works};
+use crate::command::{cached, fails, text, works};
 use dsq_checkpoint::{Checkpoint, EfficientNetConfig, ExportTensor, ModelConfig, export_folder};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
 use dsq_runtime::EfficientNetRuntime;
 use dsq_train::ptq::cnn::{CnnMethod, CnnOutcome, CnnSettings, quantize_efficientnet};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::path::{Path, PathBuf};
-
-/// A file or folder of `$DSQ_MODELS` or the user's cache; without it the test is skipped, which `DSQ_REQUIRE_MODELS=1` turns
-/// into a failure.
-fn cached(name: &str) -> Option<PathBuf> {
-    let folder = match std::env::var_os("DSQ_MODELS") {
-        Some(folder) => PathBuf::from(folder),
-        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/dsq"),
-    };
-    let path = folder.join(name);
-    if !path.exists() {
-        let required = std::env::var("DSQ_REQUIRE_MODELS").is_ok_and(|v| v == "1");
-        assert!(!required, "DSQ_REQUIRE_MODELS=1, and there is no {}; run .ci/fetch-models.sh", path.display());
-        println!("skipped: no {}; run .ci/fetch-models.sh", path.display());
-        return None;
-    }
-    Some(path)
-}
+use std::path::Path;
 
 #[test]
 fn tensors_and_logits_are_those_of_torch() {
@@ -110,6 +93,7 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails_with(&["--method", "awq", "--calib", text(dir.path())], 2, "--method: expected rtn or gptq");
     fails_with(&["--ignore", "conv"], 2, "expected patterns that match a layer");
     fails_with(&["--calib-tokens", "5"], 2, "--calib-tokens: not for an image model");
+    fails_with(&["--awq-scales"], 2, "--awq-scales: not for an image model");
     fails(&["eval", text(&model)], 2, &["--text"]);
     fails(&["eval", text(&model), "--images", text(dir.path())], 3, &["expected 1 to 100000 files"]);
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama_tiny");

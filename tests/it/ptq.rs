@@ -97,6 +97,31 @@ impl Case {
 }
 
 #[test]
+fn activations_of_each_token_and_awq_scales_before_gptq_are_written_and_read_back() {
+    let case = Case::new();
+    let more = ["--calib-context", "64", "--method", "gptq", "--awq-scales", "--observer", "mse"];
+    for (scheme, size) in [("W8A8", &[][..]), ("W4A8", &["--group-size", "32"])] {
+        let seen = case.quantize(scheme, &[&more[..], &["--scheme", scheme], size].concat());
+        let about = &seen["calibration"];
+        assert_eq!((&about["method"], &about["awq_scales"]), (&json!("gptq"), &json!(true)));
+        let folder = case.at(scheme);
+        assert!(works(&["inspect", text(&folder)]).contains("no faults found"));
+        let config: Value = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["quantization_config"]["format"], "int-quantized");
+        let proof = case.proof(scheme);
+        assert!(
+            proof["tensors"].as_array().unwrap().iter().any(|t| t["became"] == "rescaled"),
+            "scales went into norms"
+        );
+        let (model, held) = (case.at("model"), case.at("calib.txt"));
+        let args = ["eval", text(&folder), "--reference", text(&model), "--text", text(&held)];
+        let eval = works(&[&args[..], &["--context", "64", "--max-tokens", "512", "--json"]].concat());
+        let kl = serde_json::from_str::<Value>(&eval).unwrap()["rows"][0]["kl"].as_f64().unwrap();
+        assert!(kl > 0.0 && kl < if scheme == "W8A8" { 0.01 } else { 1.0 }, "{scheme}: {kl}");
+    }
+}
+
+#[test]
 fn gptq_and_awq_lower_the_output_error_and_are_proven() {
     let case = Case::new();
     let settings = ["--calib-context", "64", "--group-size", "32"];
@@ -222,6 +247,10 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
         fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq, awq or blockwise"]);
     }
     let gptq = ["quantize", model, "--method", "gptq", "--calib", calib];
+    for (method, given) in [("rtn", &[][..]), ("awq", &["--calib", calib])] {
+        let bad = [&["quantize", model, "--method", method, "--awq-scales"], given].concat();
+        fails(&bad, &out, 2, &["--awq-scales", "gptq or blockwise", method]);
+    }
     for option in ["--epochs", "--steps", "--end-weight-rate", "--end-scale-rate"] {
         fails(&[&gptq[..], &[option, "1"]].concat(), &out, 2, &[option, "blockwise", "got gptq"]);
         fails(&["quantize", model, option, "1"], &out, 2, &[option, "blockwise", "got rtn"]);
@@ -267,26 +296,9 @@ fn c005_scales_that_overflow_name_tensor_group_and_value() {
     }
 }
 
-/// SmolLM2, from `$DSQ_MODELS` or the user's cache; without it the test is skipped, which `DSQ_REQUIRE_MODELS=1` turns into
-/// a failure.
-fn smollm2() -> Option<PathBuf> {
-    let folder = match std::env::var_os("DSQ_MODELS") {
-        Some(folder) => PathBuf::from(folder),
-        None => PathBuf::from(std::env::var_os("HOME")?).join(".cache/dsq"),
-    };
-    let path = folder.join("smollm2.gguf");
-    if !path.exists() {
-        let required = std::env::var("DSQ_REQUIRE_MODELS").is_ok_and(|v| v == "1");
-        assert!(!required, "DSQ_REQUIRE_MODELS=1, and there is no {}; run .ci/fetch-models.sh", path.display());
-        println!("skipped: there is no {}", path.display());
-        return None;
-    }
-    Some(path)
-}
-
 #[test]
 fn a_gguf_file_is_calibrated_with_its_own_tokenizer() {
-    let Some(model) = smollm2() else { return };
+    let Some(model) = command::cached("smollm2.gguf") else { return };
     let dir = tempfile::tempdir().unwrap();
     let calib = root("recipes/data/pydoc/train.txt");
     for method in ["gptq", "awq", "blockwise"] {

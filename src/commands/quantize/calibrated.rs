@@ -54,6 +54,7 @@ pub(super) struct CalibrationArgs {
 /// The calibration text of a model.
 pub(super) struct Text {
     calibration: Calibration,
+    awq_scales: bool,
     /// That of the end-to-end steps, if there are such.
     further: Option<Calibration>,
     path: PathBuf,
@@ -65,6 +66,7 @@ impl Text {
     pub(super) fn about(&self, method: Method) -> Value {
         json!({
             "method": name(method),
+            "awq_scales": self.awq_scales || method == Method::Awq,
             "text": self.path,
             "sha256": self.sha256,
             "tokens": self.calibration.tokens(),
@@ -97,6 +99,7 @@ impl CalibrationArgs {
         let given = [
             ("--calib-tokens", self.calib_tokens.is_some()),
             ("--calib-context", self.calib_context.is_some()),
+            ("--awq-scales", self.awq_scales),
             ("--epochs", self.epochs.is_some()),
             ("--steps", self.steps.is_some()),
             ("--end-weight-rate", self.end_weight_rate.is_some()),
@@ -198,7 +201,7 @@ impl CalibrationArgs {
                 Some(Calibration::new(&ids, count, context, model.vocab_size)?)
             }
         };
-        Ok(Text { calibration, further, path: path.clone(), sha256 })
+        Ok(Text { calibration, awq_scales: self.awq_scales, further, path: path.clone(), sha256 })
     }
 }
 

@@ -122,6 +122,8 @@ fn what_cannot_be_learned_is_refused_by_name() {
     let grouped = settings(QuantScheme { weights, ..good }, &["re:conv1$", "re:.*downsample", "fc"]);
     refused(grouped.clone(), "granularity");
     refused(QatSettings { learned: false, ..grouped }, "granularity");
+    let eight = settings(scheme("W8A8", Granularity::PerChannel, FloatType::F32), &[]);
+    refused(QatSettings { learned: false, ..eight }, "INT8");
 }
 
 /// One layer: `y = conv(codes(x), codes(w f)) * (t |f| * s) + beta - mean f`, codes and scales on learned grids. The
