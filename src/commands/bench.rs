@@ -7,7 +7,6 @@ use crate::{Global, error::CliError, output};
 use dsq_checkpoint::Checkpoint;
 use dsq_kernels::measure_read_bandwidth;
 use dsq_runtime::{LlamaRuntime, Logits};
-
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;

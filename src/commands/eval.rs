@@ -2,7 +2,7 @@
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
 use crate::{Global, error::CliError, input, output};
-use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_atomic, write_safetensors};
+use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
@@ -112,19 +112,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let row = row.number("tokens", measured.tokens as f64).number("resident_bytes", r.resident_bytes() as f64);
         report.rows.push(row);
     }
-    if let Some(out) = &args.out {
-        write_atomic(out, format!("{}\n", report.to_json()).as_bytes())?;
-    }
-    if global.json {
-        output::line(report.to_json());
-    } else {
-        output::line(report.table());
-        output::line(format!(
-            "{} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows",
-            measured.tokens,
-            measured.samples.blocks()
-        ));
-    }
+    let about = format!(
+        "{} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows",
+        measured.tokens,
+        measured.samples.blocks()
+    );
+    output::report(&report, args.out.as_deref(), global.json, &about)?;
     Ok(0)
 }
 

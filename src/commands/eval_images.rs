@@ -3,7 +3,7 @@
 
 use super::eval::Args;
 use crate::{Global, error::CliError, output, pictures};
-use dsq_checkpoint::{Checkpoint, ModelConfig, write_atomic};
+use dsq_checkpoint::{Checkpoint, ModelConfig};
 use dsq_eval::{ImageEval, Report, Row};
 use dsq_runtime::EfficientNetRuntime;
 use std::path::Path;
@@ -58,15 +58,8 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
         report = report.about("reference", path.display().to_string());
         report.rows.push(row.number("resident_bytes", r.resident_bytes() as f64));
     }
-    if let Some(out) = &args.out {
-        write_atomic(out, format!("{}\n", report.to_json()).as_bytes())?;
-    }
-    if global.json {
-        output::line(report.to_json());
-    } else {
-        output::line(report.table());
-        output::line(format!("{} pictures; brackets: 95% Wilson interval", labels.len()));
-    }
+    let about = format!("{} pictures; brackets: 95% Wilson interval", labels.len());
+    output::report(&report, args.out.as_deref(), global.json, &about)?;
     Ok(0)
 }
 

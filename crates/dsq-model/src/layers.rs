@@ -63,11 +63,6 @@ impl Linear {
         self.inputs = inputs;
     }
 
-    /// Whether, and how, the layer sees its input on a grid.
-    pub fn inputs(&self) -> Option<&QuantArgs> {
-        self.inputs.as_ref()
-    }
-
     /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
     /// least squared error. Nothing happens without fake quantization.
     ///

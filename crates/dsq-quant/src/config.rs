@@ -14,9 +14,19 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    #[rustfmt::skip]
     pub const PRESETS: [&'static str; 12] = [
-        "W4A16", "W8A16", "W3A16", "W2A16", "W8A8", "W4A8", "W4A4", "W2A4", "FP8A16", "FP8A16_BLOCK", "NVFP4A16", "MXFP4A16",
+        "W4A16",
+        "W8A16",
+        "W3A16",
+        "W2A16",
+        "W8A8",
+        "W4A8",
+        "W4A4",
+        "W2A4",
+        "FP8A16",
+        "FP8A16_BLOCK",
+        "NVFP4A16",
+        "MXFP4A16",
     ];
 
     /// A preset by its name (vLLM's and llm-compressor's spelling): `W8A16`, `W4A16`, `W3A16` and `W2A16` symmetric integer

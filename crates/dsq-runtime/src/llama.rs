@@ -216,7 +216,7 @@ impl LlamaRuntime {
     pub fn resident_bytes(&self) -> usize {
         let norms: usize =
             self.layers.iter().map(|l| l.input_norm.len() + l.post_norm.len()).sum::<usize>() + self.final_norm.len();
-        self.linears().map(|(_, l)| l.bytes()).sum::<usize>() + norms * size_of::<f32>()
+        self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + norms * size_of::<f32>()
     }
 
     /// Bytes of weights that one decoded token reads: all of them, but of an untied embedding one row only.
@@ -227,38 +227,28 @@ impl LlamaRuntime {
 
     /// Modules and the kernel that each runs on, and why.
     pub fn kernels(&self) -> Vec<(String, String)> {
-        let tokens = |name: &str| {
-            let part = [".q_proj", ".o_proj", ".gate_proj", ".down_proj"].iter().position(|p| name.ends_with(p));
-            let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()?.parse::<usize>().ok());
-            match (part.or(if name.ends_with("up_proj") { Some(2) } else { None }), layer) {
-                (part, Some(i)) => self.layers[i].inputs[part.unwrap_or(0)].is_some(),
-                _ => name == "lm_head" && self.head_input.is_some(),
-            }
-        };
-        self.linears()
-            .map(|(name, l)| {
-                let rounded = if tokens(&name) { " (rounded to int8 for each token)" } else { "" };
-                let what = l.describe() + rounded;
-                (name, what)
-            })
-            .collect()
+        let rounded =
+            |input: &Option<QuantArgs>| if input.is_some() { "; inputs on an int8 grid for each token" } else { "" };
+        self.linears().map(|(name, l, input)| (name, l.describe() + rounded(input))).collect()
     }
 
-    fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+    /// Every layer with its module name and how its input is quantized.
+    fn linears(&self) -> impl Iterator<Item = (String, &Linear, &Option<QuantArgs>)> {
         let named = |i: usize, name: &str| format!("model.layers.{i}.{name}");
-        let embedding = std::iter::once(("model.embed_tokens".to_string(), &self.embedding));
+        let embedding = std::iter::once(("model.embed_tokens".to_string(), &self.embedding, &None));
         let layers = self.layers.iter().enumerate().flat_map(move |(i, l)| {
+            let [qkv, o, gate_up, down] = &l.inputs;
             [
-                (named(i, "self_attn.q_proj"), &l.qkv[0]),
-                (named(i, "self_attn.k_proj"), &l.qkv[1]),
-                (named(i, "self_attn.v_proj"), &l.qkv[2]),
-                (named(i, "self_attn.o_proj"), &l.o),
-                (named(i, "mlp.gate_proj"), &l.gate_up[0]),
-                (named(i, "mlp.up_proj"), &l.gate_up[1]),
-                (named(i, "mlp.down_proj"), &l.down),
+                (named(i, "self_attn.q_proj"), &l.qkv[0], qkv),
+                (named(i, "self_attn.k_proj"), &l.qkv[1], qkv),
+                (named(i, "self_attn.v_proj"), &l.qkv[2], qkv),
+                (named(i, "self_attn.o_proj"), &l.o, o),
+                (named(i, "mlp.gate_proj"), &l.gate_up[0], gate_up),
+                (named(i, "mlp.up_proj"), &l.gate_up[1], gate_up),
+                (named(i, "mlp.down_proj"), &l.down, down),
             ]
         });
-        embedding.chain(layers).chain(self.head.iter().map(|h| ("lm_head".to_string(), h)))
+        embedding.chain(layers).chain(self.head.iter().map(|h| ("lm_head".to_string(), h, &self.head_input)))
     }
 }
 

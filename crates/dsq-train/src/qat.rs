@@ -117,9 +117,8 @@ pub fn quantize_inputs(mut model: Llama, config: &QuantConfig) -> Llama {
     model
 }
 
-/// Post-training quantization by rounding: a model whose float weights lie on the grid and whose inputs are put on theirs,
-/// the model that `convert` and an
-/// export of `model` would give.
+/// Post-training quantization by rounding: the model that `convert` and an export of `model` would give, its float weights on
+/// their grids and its inputs put on theirs.
 ///
 /// # Errors
 /// As [`prepare`] and [`convert`].
