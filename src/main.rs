@@ -7,6 +7,7 @@ mod input;
 mod interrupt;
 mod jobs;
 mod output;
+mod overlap;
 mod pictures;
 mod plot;
 mod recipe;

@@ -1,7 +1,7 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
-use crate::{Global, error::CliError, input, output};
+use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
@@ -89,6 +89,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::new(3, "held-out text: expected at least 2 tokens, got fewer")
             .with_hint("give a longer --text or a larger --max-tokens"));
     }
+    let overlap = overlap(&model, &args.text)?;
     let threads = global.threads();
     let runtime = LlamaRuntime::load(&model.checkpoint, threads)?;
     if let Some(file) = &args.logits_out {
@@ -102,6 +103,17 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         .about("context", context)
         .about("windows", measured.samples.blocks())
         .about("seconds", start.elapsed().as_secs_f64());
+    if let Some((share, file)) = overlap {
+        report = report.about("calibration_overlap", share);
+        if share > 0.0 {
+            output::note(format!(
+                "{}: {:.1}% of the lines of this text are in the text that calibrated {}; expected text that it has not seen",
+                file.display(),
+                100.0 * share,
+                args.model.display()
+            ));
+        }
+    }
     let row = Row::new("model")
         .text_metrics(&measured)
         .maybe("perplexity_difference", measured.perplexity_difference.as_ref());
@@ -119,6 +131,24 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     );
     output::report(&report, args.out.as_deref(), global.json, &about)?;
     Ok(0)
+}
+
+/// The largest share of lines of one of `files` that are in the text that calibrated the model, and that file; `None` when
+/// nothing is known of such a text, or no file is given.
+fn overlap<'a>(model: &Side, files: &'a [PathBuf]) -> Result<Option<(f64, &'a Path)>, CliError> {
+    let Some(bytes) = model.checkpoint.aux_file(overlap::FILE)? else { return Ok(None) };
+    let sketch: Sketch = serde_json::from_slice(&bytes).map_err(|e| {
+        let file = model.checkpoint.path().join(overlap::FILE);
+        CliError::new(3, format!("{}: expected the sketch of a text: {e}", file.display()))
+    })?;
+    let mut most: Option<(f64, &Path)> = None;
+    for file in files {
+        let share = sketch.overlap(&input::text(file)?);
+        if most.is_none_or(|(m, _)| share > m) {
+            most = Some((share, file));
+        }
+    }
+    Ok(most)
 }
 
 /// A model that was opened and not yet loaded.

@@ -98,6 +98,7 @@ fn scheme_name(args: &QuantArgs) -> String {
         Granularity::PerGroup(g) => format!("group {g}"),
         Granularity::PerBlock(rows, columns) => format!("block {rows}x{columns}"),
         Granularity::PerToken => "token".to_owned(),
+        Granularity::PerTokenGroup(g) => format!("{g} of a token"),
     };
     let zero = if args.mapping == Mapping::Asymmetric { " and zero points" } else { "" };
     let (name, over) = match args.scale_dtype {

@@ -4,6 +4,7 @@
 
 mod calibrated;
 mod images;
+mod mixed;
 
 use calibrated::Calibrated;
 
@@ -29,9 +30,11 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8 (integers), FP8A16, FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes).
-    /// A16: activations stay float. A8: they become INT8; of a language model each token on a scale of its own, found when the
-    /// model runs, of an image model on a scale from --calib. W4A4: for image models.
+    /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8, W4A4 (integers), FP8, FP8_DYNAMIC, FP8_BLOCK, MXFP4, FP8A16,
+    /// FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes). A16: activations stay float. A8: they become INT8; of a language model
+    /// each token on a scale of its own, found when the model runs (but see --static-activations), of an image model on a
+    /// scale from --calib. FP8: activations have one stored scale, from --calib; FP8_DYNAMIC: one for each token, FP8_BLOCK
+    /// and MXFP4: one for each run of a token. W4A4: INT4 activations on one stored scale.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
     /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
@@ -51,6 +54,13 @@ pub struct Args {
     /// Store a zero point for each scale.
     #[arg(long)]
     asymmetric: bool,
+    /// Put the INT8 activations of a language model on one stored scale, from the range that --calib meets, instead of one for
+    /// each token.
+    #[arg(long)]
+    static_activations: bool,
+    /// Give INT8 activations of a language model a zero point.
+    #[arg(long)]
+    asymmetric_activations: bool,
     /// How a layer's values give the range of its grid.
     #[arg(long, value_enum, default_value = "minmax")]
     observer: ObserverName,
@@ -81,12 +91,14 @@ enum GranularityName {
     Tensor,
 }
 
-#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum ObserverName {
     /// Smallest and largest value.
     Minmax,
     /// The share of that range with the least squared error.
     Mse,
+    /// The same, where the error of a column counts by the mean square of its inputs in --calib.
+    WeightedMse,
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +112,9 @@ enum Method {
     /// Train weights, scales and zero points on the grid against the float model, from GPTQ's codes on: block by block,
     /// then (--steps) all together.
     Blockwise,
+    /// Learn for each weight whether it is rounded up or down, and the scales, from the signs of gradients: block by block
+    /// against the float model, from rounding on.
+    Autoround,
 }
 
 /// Weights that share a scale unless something else is said.
@@ -125,30 +140,47 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         args.calibration.check_images()?;
         return images::run(&args, global, &ckpt, model);
     }
-    args.calibration.check(args.method)?;
     if let Some(option) = args.images.given() {
         return Err(CliError::usage(format!("{option}: only for image models; expected no such option, got it")));
     }
     let mut model = ckpt.config().clone();
-    let config = quant_config(&args, &ckpt, &mut model)?;
+    let mut config = quant_config(&args, &ckpt, &mut model)?;
     check_groups(&args.model, &model, &config)?;
-    let aux = ckpt.aux_files()?;
+    let looks = calibrated::looks_at_text(&args, &config)?;
+    let mut aux = ckpt.aux_files()?;
+    let text = match args.calibration.calib() {
+        None => None,
+        Some(_) => Some(args.calibration.read(&ckpt)?),
+    };
+    let mut mixed = None;
+    if let (Some(target), Some(text)) = (args.calibration.target_bits, &text) {
+        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, &text.calibration, target)?);
+        check_groups(&args.model, &model, &config)?;
+    }
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let (layers, norms, about, trained) = match args.method {
-        Method::Rtn => (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), None, None),
-        Method::Gptq | Method::Awq | Method::Blockwise => {
-            let text = args.calibration.read(&ckpt)?;
+    let (layers, norms, about, trained) = match &text {
+        Some(text) if looks => {
             let Calibrated { layers, norms, trained } =
-                calibrated::quantize(&args, global, &ckpt, &config, &specs, &text)?;
-            let mut about = text.about(args.method);
+                calibrated::quantize(&args, global, &ckpt, &config, &specs, text)?;
+            let mut about = text.about(&args);
             if let (Some(trained), Some(about)) = (&trained, about.as_object_mut()) {
                 about.extend(trained.about().as_object().cloned().unwrap_or_default());
             }
             (layers, norms, Some(about), trained)
         }
+        text => {
+            let about = text.as_ref().map(|t| t.about(&args));
+            (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), about, None)
+        }
     };
+    if let Some(text) = &text {
+        aux.push((crate::overlap::FILE.to_owned(), text.sketch()?));
+    }
+    if let Some(mixed) = &mixed {
+        aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));
+    }
     let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
     let fits: Vec<(String, Fit)> = layers.iter().filter_map(|l| Some((module_of(l), l.fit?))).collect();
     let mut tensors = Vec::with_capacity(layers.len());
@@ -157,7 +189,10 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     tensors.extend(norms);
     tensors.extend(floats);
     let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
-    report(&args, global, &proof, &degenerate, &fits, about, trained.map(|t| t.notes()).unwrap_or_default());
+    let mut told = trained.map(|t| t.notes()).unwrap_or_default();
+    told.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
+    let mixed = mixed.map(|m| m.about());
+    report(&args, global, &proof, &degenerate, &fits, [("calibration", about), ("mixed_precision", mixed)], told);
     Ok(0)
 }
 
@@ -187,27 +222,21 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
         ))
         .with_hint("use a recipe: dsq train"));
     }
-    let asked = match (args.granularity, args.group_size) {
-        (_, Some(0)) => return Err(CliError::usage("--group-size: expected at least 1, got 0")),
-        (Some(GranularityName::Group), n) => Some(Granularity::PerGroup(n.unwrap_or(DEFAULT_GROUP))),
-        (None, n) => n.map(Granularity::PerGroup),
-        (Some(GranularityName::Channel), _) => Some(Granularity::PerChannel),
-        (Some(GranularityName::Tensor), _) => Some(Granularity::PerTensor),
-    };
+    let asked = asked_granularity(args)?;
     let scale_dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
     let fixed = QuantScheme::fixed_grid(&args.scheme);
-    let granularity = asked.or(fixed.usual).unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
+    let common = asked.or(fixed.usual).unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
     let dtype = args.scale_dtype.or(fixed.scale_dtype).unwrap_or(scale_dtype);
-    let scheme = weight_scheme(args, "--scheme", &args.scheme, granularity, dtype)?;
+    let scheme = weight_scheme(args, "--scheme", &args.scheme, common, dtype)?;
     // What layers with another scheme get unless they say more.
-    let granularity = asked.unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
+    let others = granularity(args)?;
     let mut names: Vec<String> = model.linears().into_iter().map(|l| l.module).collect();
     let mut ignore = model.default_ignore();
     names.extend(ignore.iter().filter(|&n| !names.contains(n)).cloned().collect::<Vec<_>>());
     ignore.extend(args.ignore.iter().cloned());
     let mut config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
     for text in &args.overrides {
-        config.overrides.push(read_override(args, text, granularity, scale_dtype)?);
+        config.overrides.push(read_override(args, text, others, scale_dtype)?);
     }
     if let ModelConfig::Llama(c) = model {
         c.tie_word_embeddings &= config.scheme_for("lm_head").is_none();
@@ -226,12 +255,28 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
     Ok(config)
 }
 
+/// Which weights share a scale, if something is said of it.
+fn asked_granularity(args: &Args) -> Result<Option<Granularity>, CliError> {
+    Ok(match (args.granularity, args.group_size) {
+        (_, Some(0)) => return Err(CliError::usage("--group-size: expected at least 1, got 0")),
+        (Some(GranularityName::Group), n) => Some(Granularity::PerGroup(n.unwrap_or(DEFAULT_GROUP))),
+        (None, n) => n.map(Granularity::PerGroup),
+        (Some(GranularityName::Channel), _) => Some(Granularity::PerChannel),
+        (Some(GranularityName::Tensor), _) => Some(Granularity::PerTensor),
+    })
+}
+
+/// [`asked_granularity`], or the usual one.
+fn granularity(args: &Args) -> Result<Granularity, CliError> {
+    Ok(asked_granularity(args)?.unwrap_or(Granularity::PerGroup(DEFAULT_GROUP)))
+}
+
 /// The dtype that scales and float tensors get when none is asked for; `None`: as the source stores them.
 fn default_dtype(ckpt: &Checkpoint) -> Option<FloatType> {
     ckpt.is_gguf().then_some(FloatType::F16)
 }
 
-/// A preset for weights only.
+/// A preset, as a language model has it.
 fn weight_scheme(
     args: &Args,
     option: &str,
@@ -248,13 +293,15 @@ fn weight_scheme(
             None => e,
         }
     })?;
-    scheme = scheme.for_tokens();
-    if scheme.activations.is_some_and(|a| !a.is_dynamic()) {
-        let problem = "static activations need training, which `dsq quantize` does not do";
-        return Err(CliError::usage(format!(
-            "{option}: {problem}; expected a scheme that ends in A16 or A8, got {name}"
-        ))
-        .with_hint("use a recipe: dsq train"));
+    scheme = if args.static_activations { scheme.for_tensor() } else { scheme.for_tokens() };
+    if args.static_activations && scheme.activations.is_none_or(|a| a.is_dynamic()) {
+        let problem = format!("expected a scheme with INT8 activations (W8A8 or W4A8) or FP8, got {name}");
+        return Err(CliError::usage(format!("--static-activations: {problem}")));
+    }
+    if args.asymmetric_activations {
+        scheme = scheme
+            .with_asymmetric_activations()
+            .map_err(|e| CliError::usage(format!("--asymmetric-activations: {name}: {e}")))?;
     }
     let method = calibrated::name(args.method);
     if scheme.weights.has_global_scale() && args.method != Method::Rtn {
@@ -262,7 +309,7 @@ fn weight_scheme(
             "--method: layers share a global scale; expected rtn for {name}, got {method}"
         )));
     }
-    if scheme.weights.qtype.float().is_some() && args.method == Method::Blockwise {
+    if scheme.weights.qtype.float().is_some() && matches!(args.method, Method::Blockwise | Method::Autoround) {
         let problem = format!("training learns the scales of integer codes; expected rtn, gptq or awq for {name}");
         return Err(CliError::usage(format!("--method: {problem}, got {method}")));
     }
@@ -272,7 +319,7 @@ fn weight_scheme(
     }
     scheme.weights.observer = match args.observer {
         ObserverName::Minmax => WeightObserver::MinMax,
-        ObserverName::Mse => WeightObserver::Mse,
+        ObserverName::Mse | ObserverName::WeightedMse => WeightObserver::Mse,
     };
     Ok(scheme)
 }
@@ -284,12 +331,28 @@ fn read_override(
     granularity: Granularity,
     scale_dtype: FloatType,
 ) -> Result<(Pattern, QuantScheme), CliError> {
-    let wrong = |got: &str| {
-        let got = printable(got);
+    let wrong = || {
+        let got = printable(text);
         CliError::usage(format!("--override: expected PATTERN=SCHEME[:N|channel|tensor], got {got:?}"))
     };
     // From the right: a pattern may hold `=` and `:`.
-    let (pattern, scheme) = text.rsplit_once('=').filter(|(p, _)| !p.is_empty()).ok_or_else(|| wrong(text))?;
+    let (pattern, scheme) = text.rsplit_once('=').filter(|(p, _)| !p.is_empty()).ok_or_else(wrong)?;
+    let pattern = Pattern::new(pattern).map_err(|e| CliError::usage(format!("--override: {e}")))?;
+    Ok((pattern, read_scheme(args, "--override", scheme, granularity, scale_dtype)?))
+}
+
+/// `SCHEME[:N|channel|tensor]`.
+fn read_scheme(
+    args: &Args,
+    option: &str,
+    scheme: &str,
+    granularity: Granularity,
+    scale_dtype: FloatType,
+) -> Result<QuantScheme, CliError> {
+    let wrong = || {
+        let got = printable(scheme);
+        CliError::usage(format!("{option}: expected SCHEME[:N|channel|tensor], got {got:?}"))
+    };
     let fixed = QuantScheme::fixed_grid(scheme);
     let scale_dtype = fixed.scale_dtype.unwrap_or(scale_dtype);
     let (name, granularity) = match scheme.split_once(':') {
@@ -297,12 +360,11 @@ fn read_override(
         Some((name, "channel")) => (name, Granularity::PerChannel),
         Some((name, "tensor")) => (name, Granularity::PerTensor),
         Some((name, n)) => {
-            let n = n.parse().ok().filter(|&n: &usize| n > 0).ok_or_else(|| wrong(text))?;
+            let n = n.parse().ok().filter(|&n: &usize| n > 0).ok_or_else(wrong)?;
             (name, Granularity::PerGroup(n))
         }
     };
-    let pattern = Pattern::new(pattern).map_err(|e| CliError::usage(format!("--override: {e}")))?;
-    Ok((pattern, weight_scheme(args, "--override", name, granularity, scale_dtype)?))
+    weight_scheme(args, option, name, granularity, scale_dtype)
 }
 
 /// Quantizes every layer that the scheme names, one layer a task; the codes do not depend on the number of threads.
@@ -442,8 +504,8 @@ fn report(
     proof: &Proof,
     degenerate: &[(String, usize)],
     fits: &[(String, Fit)],
-    about: Option<Value>,
-    training: Vec<String>,
+    about: [(&str, Option<Value>); 2],
+    told: Vec<String>,
 ) {
     // Rescaled norms have a source too.
     let quantized = proof.tensors.iter().filter(|t| t.became == "quantized");
@@ -474,8 +536,10 @@ fn report(
             "bytes": proof.bytes,
             "degenerate_groups": degenerate,
         });
-        if let Some(about) = about {
-            object["calibration"] = about;
+        for (key, value) in about {
+            if let Some(value) = value {
+                object[key] = value;
+            }
         }
         object["rows"] = rows.into();
         output::line(object.to_string());
@@ -493,7 +557,7 @@ fn report(
     if let Some((t, s)) = layers.iter().max_by(|a, b| a.1.relative_error.total_cmp(&b.1.relative_error)) {
         output::line(format!("  largest {:.4} in {}", s.relative_error, printable(&t.name)));
     }
-    for note in calibrated::notes(args.method, fits).into_iter().chain(training) {
+    for note in calibrated::notes(args.method, fits).into_iter().chain(told) {
         output::line(note);
     }
     for (module, groups) in degenerate {

@@ -12,7 +12,7 @@ use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
 use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix, WeightObserver};
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
-use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, quantize_llama};
+use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, Scaling, quantize_llama};
 use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, StepTimes, qat, train_lm};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -298,7 +298,7 @@ fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'sta
             let mut config = plan.quant.clone();
             config.scheme.weights.observer = observer;
             let settings = PtqSettings {
-                awq: name == "awq",
+                scaling: if name == "awq" { Scaling::Awq } else { Scaling::None },
                 float_dtype: Some(FloatType::F32),
                 ..PtqSettings::new(&config, method)
             };

@@ -7,7 +7,7 @@ use crate::error::CliError;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
-use dsq_quant::{FloatType, Granularity, Pattern, QuantConfig, QuantScheme, WeightObserver};
+use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
 use dsq_train::{CnnTrainConfig, Distill, LearnedScales, LmPhase};
 use reader::Section;
@@ -378,6 +378,9 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
         &[("minmax", WeightObserver::MinMax), ("mse", WeightObserver::Mse)],
         Some(WeightObserver::MinMax),
     )?;
+    // Weights of image models have no zero points, their activations always have.
+    let asymmetric = language && quant.boolean("asymmetric", false)?;
+    let asymmetric_activations = language && quant.boolean("asymmetric_activations", false)?;
     let ignore = quant.strings("ignore")?;
     for text in &ignore {
         Pattern::new(text).map_err(|e| quant.error(e))?;
@@ -386,7 +389,14 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     if language {
         scheme = scheme.for_tokens();
     }
+    if asymmetric_activations {
+        scheme = scheme.with_asymmetric_activations().map_err(|e| quant.error(e))?;
+    }
     scheme.weights.observer = observer;
+    if asymmetric {
+        scheme.weights.mapping = Mapping::Asymmetric;
+        scheme.weights.check().map_err(|e| quant.error(e))?;
+    }
     quant.finish()?;
     Ok(QuantSettings { scheme, ignore })
 }

@@ -11,5 +11,6 @@ mod parity_cnn;
 mod parity_llama;
 mod parity_tokens;
 mod ptq;
+mod ptq_options;
 mod regress;
 mod signals;

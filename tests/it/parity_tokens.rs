@@ -1,4 +1,4 @@
-//! Parity of language models whose activations are quantized for each token (W8A8, W4A8): the same codes and grids in the
+//! Parity of language models whose activations are quantized for each token (W8A8, W4A8, FP8_DYNAMIC): the same codes and grids in the
 //! training graph, in the folder and in the runtime, and logits that differ by no more than a code of an activation here and
 //! there. Float activations are `parity_llama.rs`.
 
@@ -24,13 +24,16 @@ fn graph_folder_and_runtime_agree_where_activations_are_quantized_for_each_token
     let dir = tempfile::tempdir().unwrap();
     let (mut near, mut count) = (0, 0);
     for seed in 0..24 {
-        let name = ["W8A8", "W4A8"][seed as usize % 2];
+        let name = ["W8A8", "W4A8", "FP8_DYNAMIC"][seed as usize % 3];
         let mut case = Case::new(seed);
         let granularity = case.quant.scheme.weights.granularity;
-        let granularity = if name == "W8A8" { Granularity::PerChannel } else { granularity };
+        let granularity = if name == "W4A8" { granularity } else { Granularity::PerChannel };
         let mut scheme = QuantScheme::preset(name, granularity, FloatType::Bf16).unwrap().for_tokens();
-        if seed % 3 == 0 {
+        if seed % 4 == 0 && name != "FP8_DYNAMIC" {
             scheme.weights.mapping = Mapping::Asymmetric;
+        }
+        if seed % 5 == 0 && name != "FP8_DYNAMIC" {
+            scheme = scheme.with_asymmetric_activations().unwrap();
         }
         let ignore = if case.config.tie_word_embeddings { vec![] } else { vec!["lm_head".to_owned()] };
         case.quant = QuantConfig::new(scheme, &ignore).unwrap();

@@ -10,7 +10,7 @@ fn root(path: &str) -> PathBuf {
 }
 
 /// [`command::fails`], and no output folder is left.
-fn fails(args: &[&str], out: &Path, code: i32, words: &[&str]) {
+pub fn fails(args: &[&str], out: &Path, code: i32, words: &[&str]) {
     command::fails(&[args, &["--out", text(out)]].concat(), code, words);
     assert!(!out.exists());
 }
@@ -29,12 +29,12 @@ fn tokenizer() -> Value {
 }
 
 /// `llama_tiny` with a tokenizer, and a text of 4,000 characters.
-struct Case {
+pub struct Case {
     dir: tempfile::TempDir,
 }
 
 impl Case {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let this = Self { dir: tempfile::tempdir().unwrap() };
         let model = this.at("model");
         std::fs::create_dir(&model).unwrap();
@@ -48,12 +48,12 @@ impl Case {
         this
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// `quantize model` with calibration on the whole text.
-    fn quantize(&self, out: &str, more: &[&str]) -> Value {
+    pub fn quantize(&self, out: &str, more: &[&str]) -> Value {
         let (model, calib, out) = (self.at("model"), self.at("calib.txt"), self.at(out));
         let fixed = ["quantize", text(&model), "--out", text(&out), "--calib", text(&calib), "--calib-tokens", "2048"];
         let seen = works(&[&fixed[..], more, &["--json"]].concat());
@@ -91,7 +91,7 @@ impl Case {
         std::fs::write(&file, bytes).unwrap();
     }
 
-    fn proof(&self, out: &str) -> Value {
+    pub fn proof(&self, out: &str) -> Value {
         serde_json::from_slice(&std::fs::read(self.at(out).join("dsq-proof.json")).unwrap()).unwrap()
     }
 }
@@ -183,7 +183,7 @@ fn gptq_and_awq_lower_the_output_error_and_are_proven() {
 #[test]
 fn any_number_of_threads_writes_the_same_bytes() {
     let case = Case::new();
-    for method in ["gptq", "awq", "blockwise"] {
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
         let run = |threads: &str| {
             let more = ["--method", method, "--group-size", "32", "--threads", threads, "--overwrite"];
             case.quantize("out", &more);
@@ -227,7 +227,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
     let (model, calib, out) = (case.at("model"), case.at("calib.txt"), case.at("out"));
     let (model, calib) = (text(&model), text(&calib));
     let none = case.at("none.txt");
-    for method in ["gptq", "awq", "blockwise"] {
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
         // No model is opened for this one.
         fails(&["quantize", "no-such-model", "--method", method], &out, 2, &["--calib", method, "got none"]);
         let with =
@@ -244,12 +244,12 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
         fails(&with(&few), &out, 2, &["--calib-tokens", "101", "got 100"]);
     }
     for option in ["--calib", "--calib-tokens", "--calib-context"] {
-        fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq, awq or blockwise"]);
+        fails(&["quantize", model, option, "12", "--group-size", "32"], &out, 2, &[option, "gptq, awq, blockwise or autoround"]);
     }
     let gptq = ["quantize", model, "--method", "gptq", "--calib", calib];
     for (method, given) in [("rtn", &[][..]), ("awq", &["--calib", calib])] {
         let bad = [&["quantize", model, "--method", method, "--awq-scales"], given].concat();
-        fails(&bad, &out, 2, &["--awq-scales", "gptq or blockwise", method]);
+        fails(&bad, &out, 2, &["--awq-scales", "gptq, blockwise or autoround", method]);
     }
     for option in ["--epochs", "--steps", "--end-weight-rate", "--end-scale-rate"] {
         fails(&[&gptq[..], &[option, "1"]].concat(), &out, 2, &[option, "blockwise", "got gptq"]);
@@ -274,7 +274,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
 fn f088_activations_that_overflow_are_named() {
     let case = Case::new();
     case.set("model.layers.1.post_attention_layernorm.weight", 1e30);
-    for method in ["gptq", "awq", "blockwise"] {
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
         let words = ["model.layers.1.mlp.gate_proj", "inf"];
         fails(
             &case.short(method, &["--scale-dtype", "f32"]).each_ref().map(String::as_str),
@@ -289,7 +289,7 @@ fn f088_activations_that_overflow_are_named() {
 fn c005_scales_that_overflow_name_tensor_group_and_value() {
     let case = Case::new();
     case.set("model.layers.0.self_attn.q_proj.weight", 6e5);
-    for method in ["gptq", "awq", "blockwise"] {
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
         let args = case.short(method, &["--scale-dtype", "f16"]);
         let words = ["model.layers.0.self_attn.q_proj.weight", "group 0", "6e5", "bf16"];
         fails(&args.each_ref().map(String::as_str), &case.at("out"), 6, &words);
@@ -301,7 +301,7 @@ fn a_gguf_file_is_calibrated_with_its_own_tokenizer() {
     let Some(model) = command::cached("smollm2.gguf") else { return };
     let dir = tempfile::tempdir().unwrap();
     let calib = root("recipes/data/pydoc/train.txt");
-    for method in ["gptq", "awq", "blockwise"] {
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
         let out = dir.path().join(method);
         // The first of thirty layers; the others pass in float.
         let seen = works(&[

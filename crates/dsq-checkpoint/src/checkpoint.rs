@@ -11,7 +11,7 @@ use crate::quantization::QuantizationConfig;
 use crate::safetensors::read_at;
 use crate::tensor::floats_from_bytes;
 use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
-use dsq_quant::{FloatType, Mapping, QParams, QuantArgs, QuantizedMatrix};
+use dsq_quant::{FloatType, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
@@ -274,6 +274,15 @@ impl Checkpoint {
     /// Quantization of a module's input for each token, when it runs: its scheme, by the quantization config.
     pub fn dynamic_activation(&self, module: &str) -> Option<QuantArgs> {
         self.group_args(module).and_then(|(_, a)| a).filter(QuantArgs::is_dynamic)
+    }
+
+    /// How a module's input is quantized, static or dynamic.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::activation`].
+    pub fn input_grid(&self, module: &str) -> Result<Option<InputGrid>, CheckpointError> {
+        let fixed = self.activation(module)?.map(|(args, p)| InputGrid { args, params: Some(p) });
+        Ok(fixed.or(InputGrid::dynamic(self.dynamic_activation(module))))
     }
 
     /// Static quantization of a module's input: scheme, scale and zero point (`input_scale`, `input_zero_point`).

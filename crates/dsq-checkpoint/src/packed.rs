@@ -4,7 +4,7 @@
 //! - `pack-quantized` (INT): `weight_packed` I32 `[n, words]`, `weight_scale`, `weight_zero_point` if asymmetric,
 //!   `weight_shape` I64. A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers
 //!   in `weight_shape`; the Python package packs linear layers only.
-//! - `int-quantized` (INT behind activations that are quantized for each token): `weight` I8 `[n, k]`, a code in each byte,
+//! - `int-quantized` (INT behind activations that are quantized too): `weight` I8 `[n, k]`, a code in each byte,
 //!   `weight_scale`, `weight_zero_point` I8 of the shape of the scales if asymmetric.
 //! - `float-quantized` (FP8 E4M3): `weight` F8_E4M3 `[n, k]`, `weight_scale` `[1]`, `[n, 1]` or the blocks down and across.
 //! - `nvfp4-pack-quantized`: `weight_packed` U8 `[n, k / 2]`, the even column in the low nibble, `weight_scale` F8_E4M3
@@ -32,9 +32,10 @@ impl DiskFormat {
     /// The format of weights and what their inputs are quantized to; `None` when compressed-tensors has none for it. Servers
     /// take packed integers for weights with float inputs, whatever the config says of these.
     pub(crate) fn of(args: &QuantArgs, inputs: Option<&QuantArgs>) -> Option<Self> {
-        let dynamic = inputs.is_some_and(QuantArgs::is_dynamic);
+        // Static asymmetric inputs are those of dsq's own image models.
+        let integers = inputs.is_some_and(|a| a.is_dynamic() || a.mapping == Mapping::Symmetric);
         match (args.qtype, args.scale_dtype) {
-            (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) if dynamic => {
+            (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) if integers => {
                 Some(Self::IntQuantized)
             }
             (QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8, _) => Some(Self::PackQuantized),
@@ -216,7 +217,7 @@ fn stored_scale_shape(args: &QuantArgs, n: usize, k: usize) -> Vec<usize> {
     match args.granularity {
         Granularity::PerTensor => vec![1],
         Granularity::PerChannel | Granularity::PerToken => vec![n, 1],
-        Granularity::PerGroup(g) => vec![n, k.checked_div(g).unwrap_or(0)],
+        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => vec![n, k.checked_div(g).unwrap_or(0)],
         Granularity::PerBlock(r, c) => vec![n.div_ceil(r.max(1)), k.div_ceil(c.max(1))],
     }
 }

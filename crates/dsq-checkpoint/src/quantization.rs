@@ -191,11 +191,6 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
         ("int", 4) => QuantType::Int4,
         ("int", 8) => QuantType::Int8,
         ("int", _) => return Err(f.error("num_bits", format!("expected 2, 3, 4 or 8, got {bits}"))),
-        ("float", _) if activation => {
-            return Err(
-                f.error("type", "activations are not quantized to floats here; expected \"int\", got \"float\"")
-            );
-        }
         ("float", 4) => QuantType::Fp4E2M1,
         ("float", 8) => QuantType::Fp8E4M3,
         ("float", _) => return Err(f.error("num_bits", format!("expected 4 or 8 for type \"float\", got {bits}"))),
@@ -215,6 +210,7 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
         ("tensor", None) => Granularity::PerTensor,
         ("channel", None | Some(-1)) => Granularity::PerChannel,
         ("token", None) if activation => Granularity::PerToken,
+        ("group", Some(g)) if g > 0 && activation => Granularity::PerTokenGroup(g as usize),
         ("group", Some(g)) if g > 0 => Granularity::PerGroup(g as usize),
         ("tensor_group", Some(g)) if g > 0 && qtype == QuantType::Fp4E2M1 => Granularity::PerGroup(g as usize),
         ("group" | "tensor_group", g) => {
@@ -230,14 +226,15 @@ fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError
             return Err(f.error("strategy", format!("expected {known}, got {strategy:?}")));
         }
     };
-    if activation && !matches!(granularity, Granularity::PerTensor | Granularity::PerToken) {
-        let problem = format!("expected \"tensor\" or \"token\" for input activations, got {strategy:?}");
+    let dynamic = matches!(granularity, Granularity::PerToken | Granularity::PerTokenGroup(_));
+    if activation && !dynamic && granularity != Granularity::PerTensor {
+        let problem = format!("expected \"tensor\", \"token\" or \"group\" for input activations, got {strategy:?}");
         return Err(f.error("strategy", problem));
     }
-    if granularity == Granularity::PerToken {
+    if dynamic {
         if f.boolean("dynamic")? != Some(true) {
             let got = f.get("dynamic").map_or("nothing".into(), show);
-            return Err(f.error("dynamic", format!("expected true for strategy \"token\", got {got}")));
+            return Err(f.error("dynamic", format!("expected true for strategy {strategy:?}, got {got}")));
         }
     } else {
         f.only("dynamic", &Value::Bool(false), "scales are static")?;
@@ -300,7 +297,7 @@ fn args_value(args: &QuantArgs) -> Value {
         Granularity::PerTensor => ("tensor", None),
         Granularity::PerChannel => ("channel", None),
         Granularity::PerGroup(g) if args.has_global_scale() => ("tensor_group", Some(g)),
-        Granularity::PerGroup(g) => ("group", Some(g)),
+        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => ("group", Some(g)),
         Granularity::PerBlock(..) => ("block", None),
         Granularity::PerToken => ("token", None),
     };

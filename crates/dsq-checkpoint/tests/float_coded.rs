@@ -303,8 +303,13 @@ fn f049_configs_that_contradict_the_tensors_or_themselves_are_refused() {
     refused(&|v| args(v)["symmetric"] = json!(false), &["no zero point"]);
     refused(&|v| args(v)["num_bits"] = json!(6), &["num_bits", "4 or 8", "6"]);
     refused(&|v| args(v)["type"] = json!("int"), &["strategy", "blocks"]);
-    let dynamic = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true});
-    refused(&|v| group(v)["input_activations"] = dynamic.clone(), &["input_activations.type", "activations"]);
+    let mut dynamic = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true});
+    with_config(&out, |v| group(v)["input_activations"] = dynamic.clone()).unwrap();
+    with_config(&out, |v| group(v)["input_activations"] = Value::Null).unwrap();
+    dynamic["dynamic"] = json!(false);
+    refused(&|v| group(v)["input_activations"] = dynamic.clone(), &["input_activations.dynamic", "true", "false"]);
+    dynamic = json!({"num_bits": 4, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true});
+    refused(&|v| group(v)["input_activations"] = dynamic.clone(), &["input_activations", "FP4"]);
     refused(&|v| v["ignore"] = json!(["lm_head", UP]), &[UP, "quantization_config does not name"]);
 
     export(&out, &scheme(QuantArgs::nvfp4()), FloatType::F32);

@@ -2,12 +2,12 @@
 //! `resnet`).
 
 use crate::LearnedGrid;
-use crate::fake_quant::fake_quant_weight;
+use crate::fake_quant::{fake_quant_activation, fake_quant_weight};
 use crate::llama::host;
 use crate::ops;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
-use dsq_quant::{QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
+use dsq_quant::{InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use std::sync::Arc;
 
 /// A linear layer without bias, `y = x w^T`.
@@ -22,9 +22,9 @@ pub struct Linear {
     codes: bool,
     #[module(skip)]
     quant: Option<QuantArgs>,
-    /// How the input is put on a grid, token by token.
+    /// How the input is put on a grid.
     #[module(skip)]
-    inputs: Option<QuantArgs>,
+    inputs: Option<InputGrid>,
 }
 
 impl Linear {
@@ -58,8 +58,8 @@ impl Linear {
         self.codes = false;
     }
 
-    /// Switches fake quantization of the input on (a scale for each token, [`QuantArgs::is_dynamic`]) or off.
-    pub fn set_inputs(&mut self, inputs: Option<QuantArgs>) {
+    /// Switches fake quantization of the input on or off.
+    pub fn set_inputs(&mut self, inputs: Option<InputGrid>) {
         self.inputs = inputs;
     }
 
@@ -140,9 +140,13 @@ impl Linear {
         self.multiply(self.input(x))
     }
 
-    /// `x [.., k]` as the layer multiplies it: each token on its own grid when fake quantization of the input is on.
+    /// `x [.., k]` as the layer multiplies it: on the stored grid, or each token on its own, when fake quantization of the
+    /// input is on.
     fn input<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let Some(args) = &self.inputs else { return x };
+        let Some(InputGrid { args, params }) = &self.inputs else { return x };
+        if let Some(p) = params {
+            return fake_quant_activation(x, args, *p);
+        }
         let dims = x.dims();
         let k = dims[D - 1];
         let rows = dims[..D - 1].iter().product();

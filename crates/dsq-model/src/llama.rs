@@ -73,7 +73,7 @@ impl Layer {
         let config = llama_config(checkpoint)?;
         let mut layer = Self::build(config, i, device, &mut |name, shape| stored(checkpoint, name, shape))?;
         for (part, linear) in layer.linears_mut() {
-            linear.set_inputs(checkpoint.dynamic_activation(&format!("model.layers.{i}.{part}")));
+            linear.set_inputs(checkpoint.input_grid(&format!("model.layers.{i}.{part}"))?);
         }
         Ok(layer)
     }
@@ -215,7 +215,7 @@ impl Llama {
         let config = llama_config(checkpoint)?;
         let mut model = Self::build(config, device, |name, shape| stored(checkpoint, name, shape))?;
         for (name, linear) in model.linears_mut() {
-            linear.set_inputs(checkpoint.dynamic_activation(&name));
+            linear.set_inputs(checkpoint.input_grid(&name)?);
         }
         Ok(model)
     }
@@ -294,7 +294,12 @@ impl Llama {
     /// # Panics
     /// As [`Llama::forward`].
     pub fn logits(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
-        let x = self.norm.forward(self.hidden(ids, b));
+        self.logits_of(self.hidden(ids, b))
+    }
+
+    /// Logits `[b, t, vocab]` from the residual stream after the last layer, `[b, t, d]`.
+    pub fn logits_of(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = self.norm.forward(x);
         match &self.lm_head {
             Some(head) => head.forward(x),
             None => ops::linear::linear(x, self.embed_tokens.weight.val()),
@@ -304,8 +309,25 @@ impl Llama {
     /// The residual stream after the last layer, `[b, t, d]`.
     fn hidden(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
         let batch = Sequences::new(&self.config, b, ids.len() / b.max(1));
-        let x = self.embed_tokens.forward(ids, b);
+        let x = self.embed(ids, b);
         self.layers.iter().fold(x, |x, layer| layer.forward(x, &batch))
+    }
+
+    /// The residual stream before the first layer, `[b, t, d]`.
+    pub fn embed(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
+        self.embed_tokens.forward(ids, b)
+    }
+
+    /// The layers, in order.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// Mean over all tokens of the divergence of the predictions made of the residual stream `x [b, t, d]` after the last
+    /// layer from the teacher's, in nats.
+    pub fn divergence(&self, x: Tensor<3>, teacher: Teacher) -> Tensor<1> {
+        let [b, t, _] = x.dims();
+        ops::distill::distill(self.logits_of(x), teacher, (b * t).max(1) as f32)
     }
 
     /// The causal language-model loss `[1]` of a micro-batch of `b` sequences: the sum of the cross-entropies of

@@ -108,6 +108,8 @@ pub enum Granularity {
     /// One scale for each row of an activation (a token), found from its values when the model runs: *dynamic*. Never of
     /// weights.
     PerToken,
+    /// One scale for each run of this many values of a token, found when the model runs; must divide `k`. Never of weights.
+    PerTokenGroup(usize),
 }
 
 /// Whether zero sits at code 0 or at a stored zero point.
@@ -178,6 +180,11 @@ impl QuantArgs {
         Self { qtype: QuantType::Fp4E2M1, ..Self::int4(Granularity::PerGroup(MXFP4_GROUP), FloatType::F8E8M0) }
     }
 
+    /// MXFP4 activations: as the weights, in runs of 32 values of a token.
+    pub fn mxfp4_tokens() -> Self {
+        Self { granularity: Granularity::PerTokenGroup(MXFP4_GROUP), ..Self::mxfp4() }
+    }
+
     /// Whether the scales of a tensor have a common f32 divisor (NVFP4).
     pub fn has_global_scale(&self) -> bool {
         self.scale_dtype == FloatType::F8E4M3
@@ -198,7 +205,11 @@ impl QuantArgs {
         let got = || format!("{name}, {:?}, {} scales", self.granularity, self.scale_dtype);
         match (self.qtype, self.granularity, self.scale_dtype) {
             (QuantType::Fp4E2M1, Granularity::PerGroup(NVFP4_GROUP), FloatType::F8E4M3)
-            | (QuantType::Fp4E2M1, Granularity::PerGroup(MXFP4_GROUP), FloatType::F8E8M0) => Ok(()),
+            | (
+                QuantType::Fp4E2M1,
+                Granularity::PerGroup(MXFP4_GROUP) | Granularity::PerTokenGroup(MXFP4_GROUP),
+                FloatType::F8E8M0,
+            ) => Ok(()),
             (QuantType::Fp4E2M1, ..) => setting(
                 "scheme",
                 "FP4 in groups of 16 with E4M3 scales (NVFP4), or of 32 with E8M0 scales (MXFP4)",
@@ -210,15 +221,20 @@ impl QuantArgs {
             (QuantType::Fp8E4M3 | QuantType::Fp8E5M2, Granularity::PerGroup(_), _) => {
                 setting("granularity", "one FP8 scale for the tensor, a row or a block", got())
             }
-            (QuantType::Int8, Granularity::PerToken, FloatType::F32) => Ok(()),
-            (_, Granularity::PerToken, _) => setting("activations", "INT8 and f32 scales for each token", got()),
+            (QuantType::Int8 | QuantType::Fp8E4M3, Granularity::PerToken, FloatType::F32)
+            | (QuantType::Fp8E4M3, Granularity::PerTokenGroup(_), FloatType::F32) => Ok(()),
+            (_, Granularity::PerToken | Granularity::PerTokenGroup(_), _) => setting(
+                "activations",
+                "INT8 or FP8 E4M3 with f32 scales for each token, or FP8 E4M3 for runs of one",
+                got(),
+            ),
             _ => Ok(()),
         }
     }
 
     /// Whether scales are found when the model runs, so that none are stored.
     pub fn is_dynamic(&self) -> bool {
-        self.granularity == Granularity::PerToken
+        matches!(self.granularity, Granularity::PerToken | Granularity::PerTokenGroup(_))
     }
 
     /// The group length along `k`: `k` itself for per-channel and per-tensor; of the last block of a row less may be left.
@@ -229,8 +245,8 @@ impl QuantArgs {
         self.check()?;
         match self.granularity {
             Granularity::PerTensor | Granularity::PerChannel | Granularity::PerToken => Ok(k),
-            Granularity::PerGroup(g) if g > 0 && k.is_multiple_of(g) => Ok(g),
-            Granularity::PerGroup(group_size) => Err(QuantError::GroupNotDividing { k, group_size }),
+            Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) if g > 0 && k.is_multiple_of(g) => Ok(g),
+            Granularity::PerGroup(group_size) | Granularity::PerTokenGroup(group_size) => Err(QuantError::GroupNotDividing { k, group_size }),
             Granularity::PerBlock(_, columns) => Ok(columns),
         }
     }
@@ -244,7 +260,7 @@ impl QuantArgs {
         Ok(match self.granularity {
             Granularity::PerTensor => [1, 1],
             Granularity::PerChannel | Granularity::PerToken => [n, 1],
-            Granularity::PerGroup(_) => [n, k.checked_div(g).unwrap_or(0)],
+            Granularity::PerGroup(_) | Granularity::PerTokenGroup(_) => [n, k.checked_div(g).unwrap_or(0)],
             Granularity::PerBlock(rows, columns) => [n.div_ceil(rows), k.div_ceil(columns)],
         })
     }

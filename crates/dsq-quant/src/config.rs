@@ -1,6 +1,6 @@
 //! Which layers get which scheme: named presets, targets, ignore patterns. Not a recipe file (see the `dsq` package).
 
-use crate::{FloatType, Granularity, Mapping, QuantArgs, QuantError, QuantType};
+use crate::{FloatType, Granularity, Mapping, QParams, QuantArgs, QuantError, QuantType};
 use serde::{Deserialize, Serialize};
 
 /// How the weights and the input activations of a layer are quantized. `activations: None` means float activations.
@@ -14,7 +14,7 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 12] = [
+    pub const PRESETS: [&'static str; 16] = [
         "W4A16",
         "W8A16",
         "W3A16",
@@ -23,6 +23,10 @@ impl QuantScheme {
         "W4A8",
         "W4A4",
         "W2A4",
+        "FP8",
+        "FP8_DYNAMIC",
+        "FP8_BLOCK",
+        "MXFP4",
         "FP8A16",
         "FP8A16_BLOCK",
         "NVFP4A16",
@@ -33,8 +37,11 @@ impl QuantScheme {
     /// weights and float activations; `W4A4` and `W2A4` symmetric weights and asymmetric static per-tensor INT4 activations,
     /// `W8A8` and `W4A8` likewise with INT8 (a language model has them for each token, [`QuantScheme::for_tokens`]);
     /// `FP8A16` (a scale for each row or for the tensor), `FP8A16_BLOCK`, `NVFP4A16` and `MXFP4A16` float-coded weights and
-    /// float activations. The names without `A16` (`FP8`, `FP8_BLOCK`, `NVFP4`, `MXFP4`) mean quantized activations too,
-    /// which do not exist here, and are refused. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.)
+    /// float activations. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.) The names without `A16`
+    /// have activations of the weights' type too: `FP8` one stored scale for the weight and one for its input,
+    /// `FP8_DYNAMIC` one for each row and one for each token, `FP8_BLOCK` one for each block of 128 x 128 and for each 128
+    /// values of a token, `MXFP4` one for each 32 values of a row and of a token; those of tokens are found when the model
+    /// runs. `NVFP4`, whose activations have a stored global scale too, does not exist here and is refused.
     ///
     /// What a name fixes ([`QuantScheme::fixed_grid`]) must be what is given.
     ///
@@ -61,8 +68,8 @@ impl QuantScheme {
                     ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32)
                 });
             }
-            "FP8A16" | "FP8A16_BLOCK" => weights.qtype = QuantType::Fp8E4M3,
-            "NVFP4A16" | "MXFP4A16" => weights.qtype = QuantType::Fp4E2M1,
+            "FP8A16" | "FP8A16_BLOCK" | "FP8" | "FP8_DYNAMIC" | "FP8_BLOCK" => weights.qtype = QuantType::Fp8E4M3,
+            "NVFP4A16" | "MXFP4A16" | "MXFP4" => weights.qtype = QuantType::Fp4E2M1,
             _ => {
                 let expected = match Self::weights_only(name) {
                     Some(known) => {
@@ -82,6 +89,13 @@ impl QuantScheme {
             return differs("scale_dtype", format!("{expected}, which {name} fixes"), scale_dtype.to_string());
         }
         weights.check()?;
+        match name {
+            "FP8" => activations = Some(QuantArgs::fp8(Granularity::PerTensor, FloatType::F32)),
+            "FP8_DYNAMIC" => activations = Some(QuantArgs::fp8(Granularity::PerToken, FloatType::F32)),
+            "FP8_BLOCK" => activations = Some(QuantArgs::fp8(Granularity::PerTokenGroup(128), FloatType::F32)),
+            "MXFP4" => activations = Some(QuantArgs::mxfp4_tokens()),
+            _ => {}
+        }
         Ok(Self { weights, activations })
     }
 
@@ -96,13 +110,40 @@ impl QuantScheme {
         self
     }
 
+    /// The scheme as a language model has it with static activations: symmetric integers, one stored scale for the input of
+    /// a layer. That of float codes is what its name says.
+    pub fn for_tensor(mut self) -> Self {
+        if let Some(a) = &mut self.activations
+            && a.qtype.float().is_none()
+        {
+            a.mapping = Mapping::Symmetric;
+        }
+        self
+    }
+
+    /// Gives activations of integer codes a zero point.
+    ///
+    /// # Errors
+    /// [`QuantError::Setting`] for float activations, and for float codes, which have no zero point.
+    pub fn with_asymmetric_activations(mut self) -> Result<Self, QuantError> {
+        let Some(a) = &mut self.activations else {
+            let expected = "quantized activations, for a zero point".into();
+            return Err(QuantError::Setting { field: "activations", expected, got: "float ones".into() });
+        };
+        a.mapping = Mapping::Asymmetric;
+        a.check()?;
+        Ok(self)
+    }
+
     /// What the name of a preset fixes or, for `FP8A16` and `W8A8`, does when nothing is said; nothing for the other integer presets.
     pub fn fixed_grid(name: &str) -> FixedGrid {
         let (granularity, scale_dtype, usual) = match name {
             "FP8A16" | "W8A8" => (None, None, Some(Granularity::PerChannel)),
-            "FP8A16_BLOCK" => (Some(Granularity::PerBlock(128, 128)), None, None),
+            "FP8" => (Some(Granularity::PerTensor), None, None),
+            "FP8_DYNAMIC" => (Some(Granularity::PerChannel), None, None),
+            "FP8A16_BLOCK" | "FP8_BLOCK" => (Some(Granularity::PerBlock(128, 128)), None, None),
             "NVFP4A16" => (Some(QuantArgs::nvfp4().granularity), Some(FloatType::F8E4M3), None),
-            "MXFP4A16" => (Some(QuantArgs::mxfp4().granularity), Some(FloatType::F8E8M0), None),
+            "MXFP4A16" | "MXFP4" => (Some(QuantArgs::mxfp4().granularity), Some(FloatType::F8E8M0), None),
             _ => (None, None, None),
         };
         FixedGrid { granularity, scale_dtype, usual: usual.or(granularity) }
@@ -111,10 +152,7 @@ impl QuantScheme {
     /// The preset that does to weights what a name of a peer's does to weights and activations.
     pub fn weights_only(name: &str) -> Option<&'static str> {
         match name {
-            "FP8" | "FP8_DYNAMIC" => Some("FP8A16"),
-            "FP8_BLOCK" => Some("FP8A16_BLOCK"),
             "NVFP4" => Some("NVFP4A16"),
-            "MXFP4" => Some("MXFP4A16"),
             _ => None,
         }
     }
@@ -129,6 +167,30 @@ pub struct FixedGrid {
     pub scale_dtype: Option<FloatType>,
     /// Which weights share a scale when nothing is said; `None`: the caller's own default.
     pub usual: Option<Granularity>,
+}
+
+/// How the input of a layer is put on a grid.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct InputGrid {
+    /// The scheme.
+    pub args: QuantArgs,
+    /// The stored scale and zero point of a static one; `None`: found when the model runs ([`QuantArgs::is_dynamic`]).
+    pub params: Option<QParams>,
+}
+
+impl InputGrid {
+    /// What is known of the inputs of a layer with this scheme before the model has run: nothing of static ones.
+    pub fn dynamic(activations: Option<QuantArgs>) -> Option<Self> {
+        activations.filter(QuantArgs::is_dynamic).map(|args| Self { args, params: None })
+    }
+
+    /// Static, with the scale and zero point of the range `[lo, hi]`.
+    ///
+    /// # Errors
+    /// As [`QuantArgs::qparams`].
+    pub fn of_range(args: QuantArgs, lo: f32, hi: f32) -> Result<Self, QuantError> {
+        Ok(Self { args, params: Some(args.qparams(lo, hi)?) })
+    }
 }
 
 /// A layer name pattern as compressed-tensors spells it: a full module name, the last part of one (`lm_head`
@@ -238,10 +300,8 @@ mod tests {
     #[test]
     fn presets_that_would_lie_or_contradict_themselves_are_refused() {
         let preset = QuantScheme::preset;
-        for name in ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4"] {
-            let err = preset(name, Granularity::PerChannel, FloatType::Bf16).unwrap_err().to_string();
-            assert!(err.contains("A16") && err.contains("activations"), "{err}");
-        }
+        let err = preset("NVFP4", Granularity::PerChannel, FloatType::Bf16).unwrap_err().to_string();
+        assert!(err.contains("A16") && err.contains("activations"), "{err}");
         for name in QuantScheme::PRESETS {
             let fixed = QuantScheme::fixed_grid(name);
             let granularity = fixed.usual.unwrap_or(Granularity::PerGroup(32));
@@ -255,6 +315,9 @@ mod tests {
             ("FP8A16", group, FloatType::F32),
             ("FP8A16", Granularity::PerChannel, FloatType::F8E4M3),
             ("FP8A16_BLOCK", Granularity::PerChannel, FloatType::F32),
+            ("FP8", Granularity::PerChannel, FloatType::F32),
+            ("FP8_DYNAMIC", Granularity::PerTensor, FloatType::F32),
+            ("FP8_BLOCK", Granularity::PerChannel, FloatType::F32),
             ("NVFP4A16", group, FloatType::F8E4M3),
             ("NVFP4A16", Granularity::PerGroup(16), FloatType::F32),
             ("MXFP4A16", Granularity::PerGroup(16), FloatType::F8E8M0),

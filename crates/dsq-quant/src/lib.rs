@@ -26,7 +26,7 @@ mod weight_observer;
 mod weighted;
 
 pub use args::{Granularity, Mapping, QParams, QuantArgs, QuantType};
-pub use config::{FixedGrid, Pattern, QuantConfig, QuantScheme};
+pub use config::{FixedGrid, InputGrid, Pattern, QuantConfig, QuantScheme};
 pub use error::QuantError;
 pub use float::FloatType;
 pub use gguf::GgufGrid;

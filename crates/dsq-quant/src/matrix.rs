@@ -182,7 +182,7 @@ impl QuantizedMatrix {
     /// Length of a group along `k`; the last may be shorter where groups are blocks.
     pub fn group_len(&self) -> usize {
         match self.args.granularity {
-            Granularity::PerGroup(g) | Granularity::PerBlock(_, g) => g,
+            Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) | Granularity::PerBlock(_, g) => g,
             _ => self.k,
         }
     }
@@ -193,7 +193,7 @@ impl QuantizedMatrix {
         match self.args.granularity {
             Granularity::PerTensor => 0,
             Granularity::PerChannel | Granularity::PerToken => row,
-            Granularity::PerGroup(g) => row * (self.k / g) + group,
+            Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => row * (self.k / g) + group,
             Granularity::PerBlock(rows, columns) => row / rows * self.k.div_ceil(columns) + group,
         }
     }
@@ -226,7 +226,7 @@ fn runs(n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = (usize, Ra
     let (len, rows) = match args.granularity {
         Granularity::PerTensor => (n * k, 1),
         Granularity::PerChannel | Granularity::PerToken => (k, 1),
-        Granularity::PerGroup(g) => (g, 1),
+        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => (g, 1),
         Granularity::PerBlock(rows, columns) => (columns, rows),
     };
     let len = len.max(1);

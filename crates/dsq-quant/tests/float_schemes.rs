@@ -32,7 +32,7 @@ fn scale_of(args: &QuantArgs, k: usize, row: usize, column: usize) -> usize {
     match args.granularity {
         Granularity::PerTensor => 0,
         Granularity::PerChannel | Granularity::PerToken => row,
-        Granularity::PerGroup(g) => row * (k / g) + column / g,
+        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => row * (k / g) + column / g,
         Granularity::PerBlock(r, c) => row / r * k.div_ceil(c) + column / c,
     }
 }

@@ -12,7 +12,7 @@ use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
 use dsq_kernels::fake_quant::fake_quant_rows;
 use dsq_kernels::{FloatLinear, Linear, Team, matmul_many};
-use dsq_quant::{FloatType, QuantArgs};
+use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
@@ -35,8 +35,8 @@ struct Layer {
     post_norm: Vec<f32>,
     gate_up: [Linear; 2],
     down: Linear,
-    /// How the inputs of q, k and v, of o, of gate and up, and of down are quantized, token by token; `None`: not at all.
-    inputs: [Option<QuantArgs>; 4],
+    /// How the inputs of q, k and v, of o, of gate and up, and of down are quantized; `None`: not at all.
+    inputs: [Option<InputGrid>; 4],
 }
 
 /// A language model ready to run on the CPU.
@@ -48,7 +48,7 @@ pub struct LlamaRuntime {
     final_norm: Vec<f32>,
     /// None when the head is the embedding.
     head: Option<Linear>,
-    head_input: Option<QuantArgs>,
+    head_input: Option<InputGrid>,
     team: Team,
 }
 
@@ -78,7 +78,7 @@ impl LlamaRuntime {
                 .collect::<Result<Vec<_>, RuntimeError>>()?;
             Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
         })?;
-        let head_input = model.dynamic_activation("lm_head");
+        let head_input = model.input_grid("lm_head")?;
         Ok(Self { config, embedding, layers, final_norm, head, head_input, team })
     }
 
@@ -227,13 +227,16 @@ impl LlamaRuntime {
 
     /// Modules and the kernel that each runs on, and why.
     pub fn kernels(&self) -> Vec<(String, String)> {
-        let rounded =
-            |input: &Option<QuantArgs>| if input.is_some() { "; inputs on an int8 grid for each token" } else { "" };
-        self.linears().map(|(name, l, input)| (name, l.describe() + rounded(input))).collect()
+        let rounded = |input: &Option<InputGrid>| match input {
+            None => String::new(),
+            Some(InputGrid { args, params: Some(_) }) => format!("; inputs on a stored {} grid", args.qtype.name()),
+            Some(InputGrid { args, params: None }) => format!("; inputs on an {} grid for each token", args.qtype.name()),
+        };
+        self.linears().map(|(name, l, input)| (name, l.describe() + &rounded(input))).collect()
     }
 
     /// Every layer with its module name and how its input is quantized.
-    fn linears(&self) -> impl Iterator<Item = (String, &Linear, &Option<QuantArgs>)> {
+    fn linears(&self) -> impl Iterator<Item = (String, &Linear, &Option<InputGrid>)> {
         let named = |i: usize, name: &str| format!("model.layers.{i}.{name}");
         let embedding = std::iter::once(("model.embed_tokens".to_string(), &self.embedding, &None));
         let layers = self.layers.iter().enumerate().flat_map(move |(i, l)| {
@@ -268,11 +271,11 @@ fn add(to: &mut [f32], from: &[f32]) {
     }
 }
 
-/// Puts each row of `x [m, k]` on the grid of its token. A row that has none (a value that is not finite) becomes NaN, as
+/// Puts the rows of `x [m, k]` on their grid, or each on its own. A row that has none (a value that is not finite) becomes NaN, as
 /// its logits would without.
-fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<QuantArgs>) {
-    if let Some(args) = inputs {
-        let _ = fake_quant_rows(x, k, args);
+fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
+    if let Some(grid) = inputs {
+        let _ = fake_quant_rows(x, k, grid);
     }
 }
 
@@ -280,21 +283,22 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
     let name = |part: &str| format!("model.layers.{i}.{part}");
     let get = |part: &str| linear(model, &name(part));
     // Layers that read one tensor read it in one form.
-    let input = |parts: &[&str]| -> Result<Option<QuantArgs>, RuntimeError> {
-        let of = |part: &str| model.dynamic_activation(&name(part));
-        match parts.iter().find(|p| of(p) != of(parts[0])) {
-            None => Ok(of(parts[0])),
-            Some(part) => Err(RuntimeError::Model {
-                file: model.path().display().to_string(),
-                problem: format!(
-                    "{} and {}: expected one form of the input that they share, got {:?} and {:?}",
-                    name(parts[0]),
-                    name(part),
-                    of(parts[0]),
-                    of(part)
-                ),
-            }),
+    let input = |parts: &[&str]| -> Result<Option<InputGrid>, RuntimeError> {
+        let first = model.input_grid(&name(parts[0]))?;
+        for part in parts {
+            let other = model.input_grid(&name(part))?;
+            if other != first {
+                return Err(RuntimeError::Model {
+                    file: model.path().display().to_string(),
+                    problem: format!(
+                        "{} and {}: expected one form of the input that they share, got {first:?} and {other:?}",
+                        name(parts[0]),
+                        name(part),
+                    ),
+                });
+            }
         }
+        Ok(first)
     };
     let inputs = [
         input(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,

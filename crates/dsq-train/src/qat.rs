@@ -7,7 +7,7 @@ use crate::adamw::ParamGroup;
 use dsq_model::Llama;
 use dsq_model::layers::Linear;
 use dsq_model::resnet::GridPart;
-use dsq_quant::{QuantConfig, QuantizedMatrix};
+use dsq_quant::{InputGrid, QuantConfig, QuantizedMatrix};
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
 ///
@@ -20,7 +20,7 @@ pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainErr
     for (name, layer) in model.linears_mut() {
         let scheme = config.scheme_for(&name);
         layer.set_quant(scheme.map(|s| s.weights));
-        layer.set_inputs(scheme.and_then(|s| s.activations));
+        layer.set_inputs(InputGrid::dynamic(scheme.and_then(|s| s.activations)));
     }
     Ok(model)
 }
@@ -109,10 +109,10 @@ pub fn release(mut model: Llama) -> Llama {
     model
 }
 
-/// Puts the inputs of the layers that `config` names on their grids, and no weight.
+/// Puts the inputs of the layers that `config` names on their dynamic grids, and no weight.
 pub fn quantize_inputs(mut model: Llama, config: &QuantConfig) -> Llama {
     for (name, layer) in model.linears_mut() {
-        layer.set_inputs(config.scheme_for(&name).and_then(|s| s.activations));
+        layer.set_inputs(InputGrid::dynamic(config.scheme_for(&name).and_then(|s| s.activations)));
     }
     model
 }
@@ -160,7 +160,7 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     let setting =
         |field: &str, expected: String, got: String| TrainError::Setting { field: field.into(), expected, got };
     if let Some(a) = config.scheme.activations.filter(|a| !a.is_dynamic()) {
-        let expected = "float activations (W4A16) or INT8 ones for each token (W4A8) for a language model".into();
+        let expected = "float activations (W4A16) or ones with a scale for each token (W4A8, FP8_DYNAMIC) for a language model".into();
         return Err(setting("quant.scheme", expected, format!("static {} activations", a.qtype.name())));
     }
     let names: Vec<String> = model.linears().into_iter().map(|l| l.0).collect();

@@ -7,7 +7,7 @@ use dsq_model::layers::Embedding;
 use dsq_model::{Layer, Llama, Sequences};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::ptq::{
-    Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Tuning, gptq_quantize, quantize_llama,
+    Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Scaling, Tuning, gptq_quantize, quantize_llama,
 };
 use dsq_train::{TrainError, qat};
 use std::path::PathBuf;
@@ -38,12 +38,14 @@ fn calibration(n: usize, context: usize) -> Calibration {
 }
 
 /// Every method, and whether AWQ's scales come first.
-const METHODS: [(PtqMethod, bool); 5] = [
+const METHODS: [(PtqMethod, bool); 7] = [
     (PtqMethod::Gptq, false),
     (PtqMethod::Rtn, true),
     (PtqMethod::Gptq, true),
     (PtqMethod::Blockwise, false),
     (PtqMethod::Blockwise, true),
+    (PtqMethod::AutoRound, false),
+    (PtqMethod::AutoRound, true),
 ];
 
 fn run(
@@ -53,7 +55,8 @@ fn run(
     float_dtype: Option<FloatType>,
 ) -> PtqOutcome {
     let tuning = Tuning { steps: 3, ..Tuning::default() };
-    let settings = PtqSettings { awq, float_dtype, tuning, ..PtqSettings::new(config, method) };
+    let scaling = if awq { Scaling::Awq } else { Scaling::None };
+    let settings = PtqSettings { scaling, float_dtype, tuning, ..PtqSettings::new(config, method) };
     let (mut last, mut total) = (0, 0);
     let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
         assert!(p.done > last && p.done <= p.total);
@@ -211,7 +214,8 @@ fn c022_f084_a_group_size_that_does_not_divide_names_the_layer() {
     let ckpt = golden("llama_tiny");
     let quant = config("W4A16", Granularity::PerGroup(20), &["lm_head"]);
     for method in METHODS {
-        let settings = PtqSettings { awq: method.1, ..PtqSettings::new(&quant, method.0) };
+        let scaling = if method.1 { Scaling::Awq } else { Scaling::None };
+        let settings = PtqSettings { scaling, ..PtqSettings::new(&quant, method.0) };
         let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
         assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.self_attn.q_proj"), "{e}");
         assert_eq!(e.exit_code(), 2);

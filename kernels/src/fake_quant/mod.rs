@@ -19,7 +19,7 @@ pub use learned::{
     LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, scaled_codes, scaled_codes_gradient,
 };
 
-use dsq_quant::{Granularity, QParams, QuantArgs, QuantError};
+use dsq_quant::{Granularity, InputGrid, QParams, QuantArgs, QuantError};
 use rayon::prelude::*;
 
 /// Values that one parallel task handles at least: below this, spawning costs more than it gains.
@@ -89,19 +89,24 @@ pub fn fake_quant_weight(
         .reduce(|| Ok(()), Result::and)
 }
 
-/// Fake-quantizes each row of `x [m, k]` by its own range, in place and on the calling thread: activations of which each
-/// token has its own scale. Bit-equal to [`fake_quant_weight`] of the same rows; a row that cannot be quantized becomes NaN.
+/// Fake-quantizes activations `x [m, k]` in place and on the calling thread: against the stored parameters of a static
+/// grid, else each row, or each run of one, by its own range. Bit-equal to [`fake_quant_with`] and to
+/// [`fake_quant_weight`] of the same rows; a run that cannot be quantized becomes NaN.
 ///
 /// # Errors
-/// [`QuantError::Length`] when `k` does not divide the values; of a row that cannot be quantized as there.
-pub fn fake_quant_rows(x: &mut [f32], k: usize, args: &QuantArgs) -> Result<(), QuantError> {
+/// [`QuantError::Length`] when `k` does not divide the values, [`QuantError::GroupNotDividing`] when the runs do not divide
+/// `k`; of a run that cannot be quantized as there.
+pub fn fake_quant_rows(x: &mut [f32], k: usize, grid: &InputGrid) -> Result<(), QuantError> {
+    let InputGrid { args, params } = grid;
     if k == 0 || !x.len().is_multiple_of(k) {
         return check_len("activations", k, x.len());
     }
-    let (mut out, mut inside) = (vec![0.0; k], vec![0u8; k]);
+    let run = args.group_len(k)?;
+    let (mut out, mut inside) = (vec![0.0; run], vec![0u8; run]);
     let mut first = Ok(());
-    for (i, row) in x.chunks_mut(k).enumerate() {
-        let done = match qparams(range(row), args, i, row) {
+    for (i, row) in x.chunks_mut(run).enumerate() {
+        let p = params.map_or_else(|| qparams(range(row), args, i, row), Ok);
+        let done = match p {
             Ok(p) => {
                 walk(row, args, p, &mut out, &mut inside);
                 Ok(())

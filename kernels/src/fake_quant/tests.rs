@@ -220,6 +220,31 @@ fn float_codes_land_where_the_shipped_matrix_lands_or_are_refused() {
     }
 }
 
+fn dynamic(args: QuantArgs) -> InputGrid {
+    InputGrid { args, params: None }
+}
+
+#[test]
+fn runs_of_a_token_have_scales_of_their_own() {
+    let fp8 = QuantArgs::fp8(Granularity::PerTokenGroup(16), FloatType::F32);
+    for (args, group) in [
+        (fp8, QuantArgs { qtype: QuantType::Fp8E4M3, ..QuantArgs::int4(Granularity::PerTokenGroup(16), FloatType::F32) }),
+        (QuantArgs::mxfp4_tokens(), QuantArgs::mxfp4()),
+        (QuantArgs::fp8(Granularity::PerToken, FloatType::F32), QuantArgs::fp8(Granularity::PerChannel, FloatType::F32)),
+    ] {
+        let (m, k) = (3, 96);
+        let mut x = normal(m * k, 5);
+        x[..32].iter_mut().for_each(|v| *v *= 1e-3);
+        let reference = QuantizedMatrix::quantize(&x, m, k, group).unwrap().dequantize();
+        fake_quant_rows(&mut x, k, &dynamic(args)).unwrap();
+        assert_eq!(bits(&x), bits(&reference), "{args:?}");
+    }
+    assert!(matches!(
+        fake_quant_rows(&mut [1.0; 24], 24, &dynamic(fp8)),
+        Err(QuantError::GroupNotDividing { k: 24, group_size: 16 })
+    ));
+}
+
 #[test]
 fn rows_in_place_are_those_of_a_weight_with_a_scale_for_each_row() {
     let symmetric = QuantArgs {
@@ -234,13 +259,20 @@ fn rows_in_place_are_those_of_a_weight_with_a_scale_for_each_row() {
             let (mut out, mut inside) = (vec![0.0; m * k], vec![0u8; m * k]);
             fake_quant_weight(&x, m, k, &args, &mut out, &mut inside).unwrap();
             let reference = QuantizedMatrix::quantize(&x, m, k, args).unwrap().dequantize();
-            fake_quant_rows(&mut x, k, &args).unwrap();
+            let fixed = InputGrid::of_range(args, -0.5, 0.75).unwrap();
+            let mut held = x.clone();
+            let p = fixed.params.unwrap();
+            let want: Vec<f32> = x.iter().map(|&v| args.fake_quantize(v, p).0).collect();
+            fake_quant_rows(&mut x, k, &dynamic(args)).unwrap();
             assert_eq!(bits(&x), bits(&out));
             assert_eq!(bits(&x), bits(&reference));
+            fake_quant_rows(&mut held, k, &fixed).unwrap();
+            assert_eq!(bits(&held), bits(&want), "stored parameters do not look at the values");
         }
     }
     // A token that is not finite is lost, and no other.
     let mut x = [1.0, 2.0, f32::NAN, 4.0, 5.0, 6.0];
+    let symmetric = dynamic(symmetric);
     assert!(matches!(fake_quant_rows(&mut x, 2, &symmetric), Err(QuantError::NonFinite { .. })));
     assert!(x[2].is_nan() && x[3].is_nan() && x[0].is_finite() && x[5].is_finite());
     assert!(fake_quant_rows(&mut x, 4, &symmetric).is_err());

@@ -2,27 +2,28 @@
 //! themselves are dsq-train's `ptq`.
 
 use super::{Args, Layer, Method, default_dtype, source_name, source_record, workers};
-use crate::{Global, error::CliError, input, output};
+use crate::{Global, error::CliError, input, output, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, ModelConfig, printable};
-use dsq_quant::{QuantConfig, QuantizedMatrix};
+use dsq_quant::{QParams, QuantArgs, QuantConfig, QuantizedMatrix};
 use dsq_runtime::{Specials, TextTokenizer};
 use dsq_train::TrainError;
 use dsq_train::ptq::{
-    self, BlockFit, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Tuning,
+    self, BlockFit, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Scaling, Tuning,
 };
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 use std::path::PathBuf;
 
 /// Tokens that calibration takes unless told otherwise.
 const DEFAULT_TOKENS: usize = 32_768;
 /// Tokens of a window unless told otherwise, or the model's limit.
 const DEFAULT_CONTEXT: usize = 512;
+/// Steps of learned rounding for each block unless --epochs says otherwise (AutoRound's own default).
+const AUTOROUND_STEPS: usize = 200;
 
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq, awq and blockwise, UTF-8, of the kind that the model will see; for image models a folder of
+    /// Text for --method gptq, awq, blockwise and autoround, and for options that measure something, UTF-8, of the kind that the model will see; for image models a folder of
     /// JPEG files, with every method. What is measured on it afterwards says little.
     #[arg(long, value_name = "FILE|DIR")]
     calib: Option<PathBuf>,
@@ -35,10 +36,22 @@ pub(super) struct CalibrationArgs {
     /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq or blockwise chooses codes.
     #[arg(long)]
     awq_scales: bool,
-    /// Passes over the windows for each block, with --method blockwise [default: 2].
+    /// Divide inputs of large magnitude, and multiply their weights, by SmoothQuant's scales with this alpha (0 to 1; 0.5 is
+    /// usual), for schemes whose activations are quantized too.
+    #[arg(long, value_name = "ALPHA")]
+    smooth_quant: Option<f64>,
+    /// Mixed precision: give each layer the one of --candidates with which the predictions on --calib change least, at this
+    /// many bits per weight over all of them, scales included. Layers with --override or --ignore keep theirs.
+    #[arg(long, value_name = "BITS")]
+    pub(super) target_bits: Option<f64>,
+    /// Schemes to choose from with --target-bits [default: W4A16,W8A16, which servers have kernels for].
+    #[arg(long, value_name = "SCHEME[:N|channel|tensor],...", value_delimiter = ',', requires = "target_bits")]
+    pub(super) candidates: Vec<String>,
+    /// Passes over the windows for each block, with --method blockwise [default: 2] or autoround [default: 200 steps or a
+    /// few more].
     #[arg(long, value_name = "N")]
     epochs: Option<usize>,
-    /// Steps of end-to-end training after the blocks, with --method blockwise; a step takes about 1,024 tokens, each other
+    /// Steps of end-to-end training after the blocks, with --method blockwise or autoround; a step takes about 1,024 tokens, each other
     /// ones while --calib has them [default: 0].
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
@@ -53,26 +66,80 @@ pub(super) struct CalibrationArgs {
 
 /// The calibration text of a model.
 pub(super) struct Text {
-    calibration: Calibration,
-    awq_scales: bool,
+    pub(super) calibration: Calibration,
     /// That of the end-to-end steps, if there are such.
     further: Option<Calibration>,
     path: PathBuf,
-    sha256: String,
+    sketch: Sketch,
 }
 
 impl Text {
     /// For `--json`.
-    pub(super) fn about(&self, method: Method) -> Value {
+    pub(super) fn about(&self, args: &Args) -> Value {
         json!({
-            "method": name(method),
-            "awq_scales": self.awq_scales || method == Method::Awq,
+            "method": name(args.method),
+            "awq_scales": args.calibration.awq_scales || args.method == Method::Awq,
+            "smooth_quant": args.calibration.smooth_quant,
             "text": self.path,
-            "sha256": self.sha256,
+            "sha256": self.sketch.sha256,
             "tokens": self.calibration.tokens(),
             "context": self.calibration.context(),
             "end_tokens": self.further.as_ref().map(Calibration::tokens),
         })
+    }
+
+    /// What is written beside the model, so that `dsq eval` can tell when it is measured on this text.
+    pub(super) fn sketch(&self) -> Result<Vec<u8>, CliError> {
+        serde_json::to_vec(&self.sketch).map_err(|e| CliError::new(70, format!("sketch of the text: {e}")))
+    }
+}
+
+/// Whether the run measures the inputs of layers on text.
+///
+/// # Errors
+/// Exit code 2 when it would, or something else would, and there is no text; for text that nothing looks at; and for options
+/// that the schemes have no use for.
+pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, CliError> {
+    let c = &args.calibration;
+    let schemes = || config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
+    if let Some(alpha) = c.smooth_quant
+        && schemes().all(|s| s.activations.is_none())
+    {
+        let problem = "it makes the grids of activations finer, and the scheme leaves these float";
+        return Err(CliError::usage(format!(
+            "--smooth-quant: {problem}; expected W8A8, W4A8 or FP8, got {} and alpha {alpha}",
+            args.scheme
+        )));
+    }
+    let fixed = schemes().any(|s| s.activations.is_some_and(|a| !a.is_dynamic()));
+    let rounding = [
+        ("--smooth-quant", c.smooth_quant.is_some()),
+        ("--observer weighted-mse", args.observer == super::ObserverName::WeightedMse),
+        ("a scheme with static activations", fixed),
+    ];
+    let measured = rounding.into_iter().find(|(_, given)| *given).map(|(option, _)| option);
+    let why = measured.or(c.target_bits.map(|_| "--target-bits"));
+    match (args.method, why, &c.calib) {
+        (Method::Rtn, Some(why), None) => Err(CliError::usage(format!(
+            "--calib: {why} measures the model on text; expected a file, got none"
+        ))
+        .with_hint("give --calib FILE, text of the kind that the model will see")),
+        (Method::Rtn, None, _) => {
+            let given = [
+                ("--calib", c.calib.is_some()),
+                ("--calib-tokens", c.calib_tokens.is_some()),
+                ("--calib-context", c.calib_context.is_some()),
+            ];
+            match given.iter().find(|(_, given)| *given) {
+                Some((option, _)) => Err(CliError::usage(format!(
+                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, \
+                     got rtn"
+                ))),
+                None => Ok(false),
+            }
+        }
+        (Method::Rtn, ..) => Ok(measured.is_some()),
+        _ => Ok(true),
     }
 }
 
@@ -82,6 +149,7 @@ pub(super) fn name(method: Method) -> &'static str {
         Method::Gptq => "gptq",
         Method::Awq => "awq",
         Method::Blockwise => "blockwise",
+        Method::Autoround => "autoround",
     }
 }
 
@@ -100,6 +168,8 @@ impl CalibrationArgs {
             ("--calib-tokens", self.calib_tokens.is_some()),
             ("--calib-context", self.calib_context.is_some()),
             ("--awq-scales", self.awq_scales),
+            ("--smooth-quant", self.smooth_quant.is_some()),
+            ("--target-bits", self.target_bits.is_some()),
             ("--epochs", self.epochs.is_some()),
             ("--steps", self.steps.is_some()),
             ("--end-weight-rate", self.end_weight_rate.is_some()),
@@ -116,17 +186,18 @@ impl CalibrationArgs {
     /// What can be known without opening a file.
     ///
     /// # Errors
-    /// Exit code 2 for a method without text, or text without such a method.
+    /// Exit code 2 for a method without text, and for settings that cannot be.
     pub(super) fn check(&self, method: Method) -> Result<(), CliError> {
         let method_name = name(method);
+        let trains = matches!(method, Method::Blockwise | Method::Autoround);
         let training = [
             ("--epochs", self.epochs.is_some()),
             ("--steps", self.steps.is_some()),
             ("--end-weight-rate", self.end_weight_rate.is_some()),
             ("--end-scale-rate", self.end_scale_rate.is_some()),
         ];
-        if let Some((option, _)) = training.iter().find(|(_, given)| *given && method != Method::Blockwise) {
-            let problem = format!("only training takes it; expected --method blockwise, got {method_name}");
+        if let Some((option, _)) = training.iter().find(|(_, given)| *given && !trains) {
+            let problem = format!("only training takes it; expected --method blockwise or autoround, got {method_name}");
             return Err(CliError::usage(format!("{option}: {problem}")));
         }
         for (option, rate) in [("--end-weight-rate", self.end_weight_rate), ("--end-scale-rate", self.end_scale_rate)] {
@@ -134,24 +205,24 @@ impl CalibrationArgs {
                 return Err(CliError::usage(format!("{option}: expected a learning rate from 0 to 0.1, got {rate}")));
             }
         }
-        if self.awq_scales && !matches!(method, Method::Gptq | Method::Blockwise) {
-            let problem = format!("expected --method gptq or blockwise, got {method_name}");
+        if self.awq_scales && !matches!(method, Method::Gptq | Method::Blockwise | Method::Autoround) {
+            let problem = format!("expected --method gptq, blockwise or autoround, got {method_name}");
             return Err(CliError::usage(format!("--awq-scales: {problem}")));
         }
-        match (method, &self.calib) {
-            (Method::Rtn, _) => {
-                let given = [
-                    ("--calib", self.calib.is_some()),
-                    ("--calib-tokens", self.calib_tokens.is_some()),
-                    ("--calib-context", self.calib_context.is_some()),
-                ];
-                match given.iter().find(|(_, given)| *given) {
-                    Some((option, _)) => Err(CliError::usage(format!(
-                        "{option}: rounding to nearest looks at no text; expected --method gptq, awq or blockwise, got rtn"
-                    ))),
-                    None => Ok(()),
-                }
+        if let Some(alpha) = self.smooth_quant {
+            if !(0.0..=1.0).contains(&alpha) {
+                return Err(CliError::usage(format!("--smooth-quant: expected an alpha from 0 to 1, got {alpha}")));
             }
+            if self.awq_scales || method == Method::Awq {
+                let problem = "both scale the same columns; expected --smooth-quant or AWQ's scales, got both";
+                return Err(CliError::usage(format!("--smooth-quant: {problem}")));
+            }
+        }
+        if let Some(bits) = self.target_bits.filter(|b| !(1.0..=16.0).contains(b)) {
+            return Err(CliError::usage(format!("--target-bits: expected 1 to 16 bits per weight, got {bits}")));
+        }
+        match (method, &self.calib) {
+            (Method::Rtn, _) => Ok(()),
             (_, None) => Err(CliError::usage(format!(
                 "--calib: --method {method_name} measures the inputs of layers on text; expected a file, got none"
             ))
@@ -185,8 +256,8 @@ impl CalibrationArgs {
         }
         let at = printable(&path.to_string_lossy());
         let bytes = input::bytes(path)?;
-        let sha256 = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
         let text = input::utf8(path, bytes)?;
+        let sketch = Sketch::new(&text);
         let ids = TextTokenizer::new(ckpt)?.encode(&text, Specials::AsText)?;
         if ids.len() < tokens {
             let problem = format!("expected at least {tokens} tokens (--calib-tokens), got {}", ids.len());
@@ -201,7 +272,7 @@ impl CalibrationArgs {
                 Some(Calibration::new(&ids, count, context, model.vocab_size)?)
             }
         };
-        Ok(Text { calibration, awq_scales: self.awq_scales, further, path: path.clone(), sha256 })
+        Ok(Text { calibration, further, path: path.clone(), sketch })
     }
 }
 
@@ -228,7 +299,7 @@ impl Trained {
         let blocks: Vec<_> = self
             .blocks
             .iter()
-            .map(|b| json!({"layer": b.layer, "error_gptq": b.before, "error": b.after, "kept": b.kept}))
+            .map(|b| json!({"layer": b.layer, "error_start": b.before, "error": b.after, "kept": b.kept}))
             .collect();
         json!({
             "epochs": self.tuning.epochs,
@@ -250,12 +321,12 @@ impl Trained {
         if !shares.is_empty() {
             let mean = shares.iter().sum::<f64>() / shares.len() as f64;
             out.push(format!(
-                "squared error of the blocks' outputs: {mean:.3} of that of GPTQ's codes (mean over blocks)"
+                "squared error of the blocks' outputs: {mean:.3} of that of the codes before training (mean over blocks)"
             ));
         }
         for b in self.blocks.iter().filter(|b| !b.kept) {
             let (layer, after, before) = (b.layer, b.after, b.before);
-            out.push(format!("note: block {layer} keeps GPTQ's codes: training gave {after:.5}, they {before:.5}"));
+            out.push(format!("note: block {layer} keeps the codes it started from: training gave {after:.5}, they {before:.5}"));
         }
         if let Some([first, last]) = self.end_to_end {
             out.push(format!(
@@ -275,16 +346,26 @@ pub(super) fn quantize(
     specs: &[LinearSpec],
     text: &Text,
 ) -> Result<Calibrated, CliError> {
-    let (method, awq) = match args.method {
-        Method::Rtn => (PtqMethod::Rtn, false),
-        Method::Awq => (PtqMethod::Rtn, true),
-        Method::Gptq => (PtqMethod::Gptq, args.calibration.awq_scales),
-        Method::Blockwise => (PtqMethod::Blockwise, args.calibration.awq_scales),
+    let method = match args.method {
+        Method::Rtn | Method::Awq => PtqMethod::Rtn,
+        Method::Gptq => PtqMethod::Gptq,
+        Method::Blockwise => PtqMethod::Blockwise,
+        Method::Autoround => PtqMethod::AutoRound,
     };
     let c = &args.calibration;
+    let scaling = match c.smooth_quant {
+        Some(alpha) => Scaling::Smooth(alpha),
+        None if c.awq_scales || args.method == Method::Awq => Scaling::Awq,
+        None => Scaling::None,
+    };
+    let weighted = args.observer == super::ObserverName::WeightedMse;
     let usual = Tuning::default();
+    let epochs = match method {
+        PtqMethod::AutoRound => AUTOROUND_STEPS.div_ceil(text.calibration.batch_count().max(1)),
+        _ => usual.epochs,
+    };
     let tuning = Tuning {
-        epochs: c.epochs.unwrap_or(usual.epochs),
+        epochs: c.epochs.unwrap_or(epochs),
         steps: c.steps.unwrap_or(usual.steps),
         end_weight_rate: c.end_weight_rate.unwrap_or(usual.end_weight_rate),
         end_scale_rate: c.end_scale_rate.unwrap_or(usual.end_scale_rate),
@@ -302,7 +383,7 @@ pub(super) fn quantize(
         bar.set_position(p.done as u64);
     };
     let end_text = text.further.as_ref();
-    let settings = PtqSettings { config, method, awq, float_dtype, tuning, end_text };
+    let settings = PtqSettings { config, method, scaling, weighted, float_dtype, tuning, end_text };
     let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {
@@ -313,18 +394,28 @@ pub(super) fn quantize(
         other => CliError::from(other),
     })?;
     let trained = Trained { tuning, blocks: outcome.blocks, end_to_end: outcome.end_to_end };
+    let scales = if matches!(scaling, Scaling::Smooth(_)) { "SmoothQuant" } else { "AWQ" };
     let mut layers = Vec::new();
     for linear in outcome.linears {
         let Some(spec) = specs.iter().find(|s| s.module == linear.module) else {
             return Err(CliError::new(70, format!("{}: no layer of the model", linear.module)));
         };
-        layers.push(layer(args, ckpt, spec, linear)?);
+        let activation = outcome.inputs.iter().find(|(m, _)| *m == linear.module);
+        let activation = activation.and_then(|(_, grid)| Some((grid.args, grid.params?)));
+        layers.push(layer(args, ckpt, spec, linear, activation)?);
     }
-    let norms = outcome.norms.into_iter().map(|n| norm(ckpt, n)).collect::<Result<_, _>>()?;
-    Ok(Calibrated { layers, norms, trained: (method == PtqMethod::Blockwise).then_some(trained) })
+    let norms = outcome.norms.into_iter().map(|n| norm(ckpt, n, scales)).collect::<Result<_, _>>()?;
+    let trains = matches!(method, PtqMethod::Blockwise | PtqMethod::AutoRound);
+    Ok(Calibrated { layers, norms, trained: trains.then_some(trained) })
 }
 
-fn layer(args: &Args, ckpt: &Checkpoint, spec: &LinearSpec, linear: PtqLinear) -> Result<Layer, CliError> {
+fn layer(
+    args: &Args,
+    ckpt: &Checkpoint,
+    spec: &LinearSpec,
+    linear: PtqLinear,
+    activation: Option<(QuantArgs, QParams)>,
+) -> Result<Layer, CliError> {
     let name = source_name(ckpt, &spec.module);
     let data = ckpt.linear(&spec.module)?.into_f32();
     let mut source = source_record(ckpt, &name, &data, &linear.values())?;
@@ -332,22 +423,22 @@ fn layer(args: &Args, ckpt: &Checkpoint, spec: &LinearSpec, linear: PtqLinear) -
     source.rescaled = rescale.map(|r| {
         let rows =
             if r.rows.iter().any(|v| *v != 1.0) { "rows divided by the scales of the layer after it" } else { "" };
-        let columns = if r.columns.iter().any(|v| *v != 1.0) { "columns times AWQ scales" } else { "" };
+        let columns = if r.columns.iter().any(|v| *v != 1.0) { "columns times the scales of their inputs" } else { "" };
         [columns, rows].into_iter().filter(|s| !s.is_empty()).collect::<Vec<_>>().join(", ")
     });
     let degenerate = QuantizedMatrix::degenerate_groups(&data, matrix.n, matrix.k, matrix.args)
         .map_err(|e| CliError::from(CheckpointError::quant(&args.model, &name, e)))?
         .len();
     let shape = spec.shape.clone();
-    let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source: Some(source) };
+    let tensor = ExportTensor::Linear { module, shape, matrix, activation, source: Some(source) };
     Ok(Layer { tensor, degenerate, fit })
 }
 
 /// A changed norm. Its record compares what is stored with the source as it is: the scales lie in the layers after it.
-fn norm(ckpt: &Checkpoint, norm: PtqNorm) -> Result<ExportTensor, CliError> {
+fn norm(ckpt: &Checkpoint, norm: PtqNorm, scales: &str) -> Result<ExportTensor, CliError> {
     let PtqNorm { name, values: data, dtype } = norm;
     let mut source = source_record(ckpt, &name, &ckpt.read_f32(&name)?, &data)?;
-    source.rescaled = Some("divided by the AWQ scales of the layers after it; the differences are not undone".into());
+    source.rescaled = Some(format!("divided by the {scales} scales of the layers after it; the differences are not undone"));
     Ok(ExportTensor::Rescaled { name, shape: vec![data.len()], data, dtype, source })
 }
 
@@ -379,7 +470,7 @@ pub(super) fn notes(method: Method, fits: &[(String, Fit)]) -> Vec<String> {
             out.push(format!("note: {module}: {n} inputs were 0 in all calibration tokens; their weights are rounded"));
         }
         match fit.damping {
-            _ if method == Method::Awq => {}
+            _ if !matches!(method, Method::Gptq | Method::Blockwise) => {}
             None => out.push(format!(
                 "warning: {module}: the Hessian could not be factored at any damping up to {}; rounded to nearest",
                 ptq::dampings().last().unwrap_or_default()

@@ -43,7 +43,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
     let method = match args.method {
         Method::Rtn => CnnMethod::Rtn,
         Method::Gptq => CnnMethod::Gptq,
-        Method::Awq | Method::Blockwise => {
+        Method::Awq | Method::Blockwise | Method::Autoround => {
             let got = calibrated::name(args.method);
             return Err(CliError::usage(format!("--method: expected rtn or gptq for an image model, got {got}")));
         }
@@ -88,6 +88,9 @@ fn quant_config(args: &Args, model: &EfficientNetConfig) -> Result<QuantConfig, 
         ("--group-size", args.group_size.is_some()),
         ("--override", !args.overrides.is_empty()),
         ("--dtype", args.dtype.is_some()),
+        ("--static-activations", args.static_activations),
+        ("--asymmetric-activations", args.asymmetric_activations),
+        ("--observer weighted-mse", args.observer == ObserverName::WeightedMse),
     ] {
         if given {
             return Err(CliError::usage(format!("{option}: not for an image model; expected no such option, got one")));
@@ -105,7 +108,7 @@ fn quant_config(args: &Args, model: &EfficientNetConfig) -> Result<QuantConfig, 
     }
     scheme.weights.observer = match args.observer {
         ObserverName::Minmax => WeightObserver::MinMax,
-        ObserverName::Mse => WeightObserver::Mse,
+        ObserverName::Mse | ObserverName::WeightedMse => WeightObserver::Mse,
     };
     let config = QuantConfig::new(scheme, &args.ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
     let names: Vec<String> = model.layers().into_iter().map(|l| l.module).collect();

@@ -4,6 +4,8 @@
 //! rounded to nearest on the grid of the scaled weights. Not the walk over a model (see `mod.rs`), and not the clipping
 //! (that is `WeightObserver::Mse`).
 //!
+//! Beside it the scales of SmoothQuant, which are there for the grids of the inputs and need no search.
+//!
 //! Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv:2306.00978), section
 //! 3.2, and its code (`llm-awq`, `auto_scale.py`: 20 values of alpha from 0, mean magnitudes, that normalisation). One
 //! difference: the error that is minimised is that of the linear layers' outputs, `tr(E H E^T)`, for q, k and v too, where
@@ -60,6 +62,24 @@ pub(super) fn search(
         }
     }
     Ok(best)
+}
+
+/// SmoothQuant's scales of the inputs that `consumers` share, `[k]`: `max|x_j|^alpha / max|w_j|^(1 - alpha)`, the second over
+/// all rows of all consumers. Input `j` is divided by it. An input or a column that is 0 throughout keeps 1. Source: Xiao
+/// et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models" (arXiv:2211.10438),
+/// equation 4.
+pub(super) fn smooth(largest: &[f32], consumers: &[Consumer], alpha: f64) -> Vec<f32> {
+    let k = largest.len();
+    let mut columns = vec![0.0f32; k];
+    for row in consumers.iter().flat_map(|c| c.w.chunks(k.max(1))) {
+        columns.iter_mut().zip(row).for_each(|(m, w)| *m = m.max(w.abs()));
+    }
+    let scale = |(&x, w): (&f32, f32)| match x > 0.0 && w > 0.0 {
+        // Between the square roots of the smallest and the largest normal number, so that no product leaves f32.
+        true => (f64::from(x).powf(alpha) / f64::from(w).powf(1.0 - alpha)).clamp(1e-5, 1e5) as f32,
+        false => 1.0,
+    };
+    largest.iter().zip(columns).map(scale).collect()
 }
 
 /// `magnitude^alpha`, normalised.

@@ -7,10 +7,10 @@
 //! blocks before it got wrong (Li et al., BRECQ, arXiv:2102.05426; Chen et al., EfficientQAT, arXiv:2407.11062). A block
 //! that training did not bring nearer to its targets keeps GPTQ's codes.
 
-use super::{Run, device};
+use super::{PtqMethod, Run, device};
 use crate::TrainError;
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GridRates, quantize_inputs, rms};
+use crate::qat::{GridRates, rms};
 use crate::random::permutation;
 use crate::schedule::learning_rate;
 use burn::module::Module;
@@ -69,7 +69,7 @@ impl Tuning {
 pub struct BlockFit {
     /// Layer, from 0.
     pub layer: usize,
-    /// With GPTQ's codes.
+    /// With the codes that training starts from, GPTQ's or the nearest.
     pub before: f64,
     /// After training.
     pub after: f64,
@@ -78,7 +78,7 @@ pub struct BlockFit {
 }
 
 /// `count` indices in random order.
-fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
+pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     permutation(&mut rng, count)
@@ -121,7 +121,7 @@ impl Tuner {
     }
 }
 
-fn scalar(t: &Tensor<1>) -> f64 {
+pub(super) fn scalar(t: &Tensor<1>) -> f64 {
     t.clone().into_data().try_to_vec::<f32>().map_or(f64::NAN, |v| f64::from(v[0]))
 }
 
@@ -166,7 +166,10 @@ impl Run<'_> {
         let mut fit = BlockFit { layer: self.progress.layer, before: 0.0, after: 0.0, kept: false };
         fit.before = self.block_error(&student, &targets);
         let start = student.clone();
-        let trained = self.train_block(student, &targets)?;
+        let trained = match self.settings.method {
+            PtqMethod::AutoRound => self.round_block(student, &targets)?,
+            _ => self.train_block(student, &targets)?,
+        };
         fit.after = self.block_error(&trained, &targets);
         fit.kept = fit.after < fit.before;
         let student = if fit.kept { trained } else { start };
@@ -244,7 +247,7 @@ impl Run<'_> {
                 norm.set_values(changed.values.clone());
             }
         }
-        let mut student = quantize_inputs(student, self.settings.config).freeze_floats();
+        let mut student = self.outcome.put_inputs(student, self.settings.config).freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
         for (module, linear) in student.linears_mut() {
             let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));

@@ -54,6 +54,11 @@ impl Calibration {
         self.windows.len() * self.context
     }
 
+    /// How many batches there are.
+    pub fn batch_count(&self) -> usize {
+        self.windows.len().div_ceil((Self::BATCH_TOKENS / self.context).max(1))
+    }
+
     /// The ids of each batch, window after window.
     pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<i32>> + '_ {
         self.windows.chunks((Self::BATCH_TOKENS / self.context).max(1)).map(|w| w.concat())

@@ -10,7 +10,7 @@
 
 use super::hessian::{Hessian, dot};
 use dsq_kernels::train::{Strided, matmul};
-use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix};
+use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use rayon::prelude::*;
 
 /// Columns whose errors are passed on one at a time; what they do to later columns is one matrix product.
@@ -155,11 +155,12 @@ pub fn quantize(
     factor: Option<&Factor>,
     args: QuantArgs,
 ) -> Result<(QuantizedMatrix, Fit), QuantError> {
-    quantize_and_targets(w, n, k, h, factor, args).map(|(matrix, fit, _)| (matrix, fit))
+    quantize_and_targets(w, n, k, h, factor, args, false).map(|(matrix, fit, _)| (matrix, fit))
 }
 
 /// [`quantize`], and the values that were rounded: the weights with the errors of the columns before them added, `[n, k]`.
-/// Rounded to nearest they are the codes, so training can start from them.
+/// Rounded to nearest they are the codes, so training can start from them. `weighted`: where `args` searches ranges, the
+/// error of a column counts by the mean square of its inputs.
 pub(super) fn quantize_and_targets(
     w: &[f32],
     n: usize,
@@ -167,8 +168,12 @@ pub(super) fn quantize_and_targets(
     h: &Hessian,
     factor: Option<&Factor>,
     args: QuantArgs,
+    weighted: bool,
 ) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
-    let mut matrix = dsq_kernels::quantize::quantize(w, n, k, args)?;
+    let mut matrix = match weighted {
+        false => dsq_kernels::quantize::quantize(w, n, k, args)?,
+        true => QuantizedMatrix::quantize_with(w, n, k, args, &weighted_params(w, n, k, args, &h.mean_square())?)?,
+    };
     let params: Vec<QParams> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
     let plain = row_errors(w, &matrix, h);
     let rtn_error = plain.iter().sum();
@@ -192,6 +197,19 @@ pub(super) fn quantize_and_targets(
     }
     matrix.validate()?;
     Ok((matrix, fit, targets))
+}
+
+/// [`QuantizedMatrix::weighted_qparams_of`], some rows in each task where no scale reaches over rows.
+fn weighted_params(w: &[f32], n: usize, k: usize, args: QuantArgs, importance: &[f32]) -> Result<Vec<QParams>, QuantError> {
+    let [rows, _] = args.scale_shape(n, k)?;
+    if rows != n || w.len() != n * k || w.is_empty() {
+        return QuantizedMatrix::weighted_qparams_of(w, n, k, args, importance);
+    }
+    // Refuses what has no grid, at its place in the whole weight; the whole range is what the search starts from.
+    dsq_kernels::quantize::qparams_of(w, n, k, QuantArgs { observer: WeightObserver::MinMax, ..args })?;
+    let of = |part: &[f32]| QuantizedMatrix::weighted_qparams_of(part, part.len() / k, k, args, importance);
+    let parts: Result<Vec<Vec<QParams>>, QuantError> = w.par_chunks(TASK_ROWS * k).map(of).collect();
+    Ok(parts?.concat())
 }
 
 /// The output error of each row.

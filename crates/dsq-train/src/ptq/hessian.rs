@@ -1,4 +1,4 @@
-//! What calibration keeps of the inputs of a layer: the sum of `x x^T` and the mean magnitudes, never the inputs. Not the
+//! What calibration keeps of the inputs of a layer: the sum of `x x^T`, the mean magnitudes and the ranges, never the inputs. Not the
 //! methods that use them (see `gptq.rs`, `awq.rs`).
 
 use dsq_kernels::train::{Strided, matmul};
@@ -22,13 +22,15 @@ pub struct Hessian {
     k: usize,
     sum: Vec<f64>,
     magnitude: Vec<f64>,
+    /// Smallest and largest value of each input; 0 is in the range.
+    range: Vec<[f32; 2]>,
     tokens: usize,
 }
 
 impl Hessian {
     /// For inputs of `k` values; no token seen yet.
     pub fn new(k: usize) -> Self {
-        Self { k, sum: vec![0.0; k * k], magnitude: vec![0.0; k], tokens: 0 }
+        Self { k, sum: vec![0.0; k * k], magnitude: vec![0.0; k], range: vec![[0.0; 2]; k], tokens: 0 }
     }
 
     /// Adds inputs `x [m, k]`, row major.
@@ -50,6 +52,7 @@ impl Hessian {
             }
             for row in rows.chunks(k) {
                 self.magnitude.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(v.abs()));
+                self.range.iter_mut().zip(row).for_each(|([lo, hi], v)| (*lo, *hi) = (lo.min(*v), hi.max(*v)));
             }
             self.tokens += m;
         }
@@ -62,6 +65,8 @@ impl Hessian {
             row.iter_mut().zip(&by).for_each(|(v, c)| *v *= r * c);
         });
         self.magnitude.iter_mut().zip(&by).for_each(|(v, c)| *v *= c);
+        // Scales are positive.
+        self.range.iter_mut().zip(s).for_each(|([lo, hi], s)| (*lo, *hi) = (*lo / s, *hi / s));
     }
 
     /// Length of an input.
@@ -87,6 +92,22 @@ impl Hessian {
     /// The mean magnitude of each input value; 0 before any token.
     pub fn mean_magnitude(&self) -> Vec<f64> {
         self.magnitude.iter().map(|s| s / self.tokens.max(1) as f64).collect()
+    }
+
+    /// The mean square of each input value: how much the error of a column counts.
+    pub fn mean_square(&self) -> Vec<f32> {
+        let tokens = self.tokens.max(1) as f64;
+        self.diagonal().into_iter().map(|d| (d / tokens) as f32).collect()
+    }
+
+    /// The largest magnitude of each input value.
+    pub fn largest_magnitude(&self) -> Vec<f32> {
+        self.range.iter().map(|[lo, hi]| hi.max(-lo)).collect()
+    }
+
+    /// The smallest and the largest value of any input, and 0.
+    pub fn range(&self) -> [f32; 2] {
+        self.range.iter().fold([0.0; 2], |[lo, hi], r| [lo.min(r[0]), hi.max(r[1])])
     }
 
     /// An entry that is not finite: an input was not, or its square overflows f32.
@@ -144,7 +165,7 @@ impl Hessian {
     #[cfg(test)]
     pub(crate) fn from_matrix(k: usize, sum: Vec<f64>) -> Self {
         assert_eq!(sum.len(), k * k);
-        Self { k, sum, magnitude: vec![1.0; k], tokens: 1 }
+        Self { k, sum, magnitude: vec![1.0; k], range: vec![[0.0; 2]; k], tokens: 1 }
     }
 }
 

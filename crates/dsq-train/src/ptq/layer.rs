@@ -2,7 +2,7 @@
 //! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
 
 use super::awq::{self, Consumer};
-use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, gptq};
+use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptq};
 use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
@@ -20,17 +20,17 @@ impl Run<'_> {
     /// Quantizes one layer, moves the residual stream past it, and returns it as it became.
     ///
     /// AWQ's scales are fused into the norm before q, k and v and before gate and up, into v's rows for o, into up's rows
-    /// for down. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
+    /// for down; SmoothQuant's only into the norms. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
     /// one would have to change too.
     pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
         let mut work = Work::new(&layer);
         self.quantize_inputs(&mut layer);
-        let awq = self.settings.awq;
+        let awq = self.settings.scaling == Scaling::Awq;
         let mut h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
         let mut o = None;
+        let norm = "input_layernorm";
+        self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
         if awq {
-            let norm = "input_layernorm";
-            self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
             o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
             let (heads, kv_heads, d) =
                 (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
@@ -44,9 +44,9 @@ impl Run<'_> {
         self.pass_attention(&layer);
         let mut h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
         let mut down = None;
+        let norm = "post_attention_layernorm";
+        self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
         if awq {
-            let norm = "post_attention_layernorm";
-            self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
             down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
             let ffn = self.model.intermediate_size;
             self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_mut())?;
@@ -63,29 +63,37 @@ impl Run<'_> {
     /// Whether o and down are measured once q, k and v, or gate and up, are quantized: rounding is content with what it
     /// measured for their scales.
     pub(super) fn walks_again(&self) -> bool {
-        !(self.settings.awq && self.settings.method == PtqMethod::Rtn)
+        !(self.settings.scaling == Scaling::Awq && self.settings.method == PtqMethod::Rtn)
     }
 
     /// Chooses the codes of the linears `parts`, whose (scaled) inputs are those of `h`, and puts the values of the codes
     /// in their place.
     fn choose(&mut self, layer: &mut Layer, parts: &[&str], work: &Work, h: Option<Hessian>) -> Result<(), TrainError> {
         let Some(h) = h else { return Ok(()) };
-        let factor = match self.settings.method {
-            PtqMethod::Rtn => None,
-            PtqMethod::Gptq | PtqMethod::Blockwise => Factor::new(&h),
-        };
+        let method = self.settings.method;
+        let factor = if method.factors() { Factor::new(&h) } else { None };
         for (part, linear) in layer.linears_mut() {
             let module = self.module(part);
             let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
             let [n, k] = linear.weight.dims();
-            let (matrix, mut fit, targets) =
-                gptq::quantize_and_targets(&linear.values(), n, k, &h, factor.as_ref(), args)
-                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            if let Some(grid) = self.fix_inputs(&module, &h)? {
+                linear.set_inputs(Some(grid));
+            }
+            let (matrix, mut fit, targets) = gptq::quantize_and_targets(
+                &linear.values(),
+                n,
+                k,
+                &h,
+                factor.as_ref(),
+                args,
+                self.settings.weighted,
+            )
+            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
-            if self.settings.method == PtqMethod::Blockwise {
+            if method.trains() {
                 self.starts.push((part, targets));
             }
-            if self.settings.method == PtqMethod::Rtn {
+            if !method.factors() {
                 // Every row is rounded, and none of them for want of something better.
                 fit.plain_rows = 0;
             }
@@ -104,7 +112,7 @@ impl Run<'_> {
         parts.iter().map(|p| self.args(&self.module(p))).collect()
     }
 
-    /// Searches scales for the inputs of `parts`, which `norm` makes, and fuses them; `h`, of these inputs, follows.
+    /// Finds scales for the inputs of `parts`, which `norm` makes, and fuses them; `h`, of these inputs, follows.
     fn scale_by_norm(
         &mut self,
         name: &str,
@@ -114,7 +122,11 @@ impl Run<'_> {
         parts: &[&'static str],
         h: Option<&mut Hessian>,
     ) -> Result<(), TrainError> {
+        let scaling = self.settings.scaling;
         let (Some(h), Some(args)) = (h, self.all_args(parts)) else { return Ok(()) };
+        if scaling == Scaling::None {
+            return Ok(());
+        }
         let name = self.module(&format!("{name}.weight"));
         let dtype = self.settings.float_dtype.or_else(|| self.checkpoint.dtype(&name).and_then(Dtype::float));
         let dtype = dtype.unwrap_or(FloatType::F32);
@@ -122,8 +134,11 @@ impl Run<'_> {
         let consumers: Vec<Consumer> =
             parts.iter().zip(args).map(|(p, args)| Consumer { w: &work.of(p).original, args }).collect();
         let realize = |s: Vec<f32>| awq::in_effect(&old, &awq::divided(&old, &s, dtype));
-        let found = awq::search(h, &h.mean_magnitude(), &consumers, realize)
-            .map_err(|(i, source)| TrainError::Quant { module: self.module(parts[i]), source })?;
+        let found = match scaling {
+            Scaling::Smooth(alpha) => Some(realize(awq::smooth(&h.largest_magnitude(), &consumers, alpha))),
+            _ => awq::search(h, &h.mean_magnitude(), &consumers, realize)
+                .map_err(|(i, source)| TrainError::Quant { module: self.module(parts[i]), source })?,
+        };
         let Some(s) = found else { return Ok(()) };
         // `s` is `old / stored` in f32, so this finds `stored` again: it lies on a far coarser grid.
         let values = awq::divided(&old, &s, dtype);

@@ -1,6 +1,6 @@
-//! Post-training quantization of a Llama with calibration data: AWQ's scales (`awq.rs`), and then rounding, GPTQ (`gptq.rs`)
-//! or training of weights, scales and zero points on the grid, block by block and then end to end (`blockwise.rs`). But for
-//! the last, one layer of the
+//! Post-training quantization of a Llama with calibration data: scaled input columns (`awq.rs`), and then rounding, GPTQ
+//! (`gptq.rs`), learned rounding (`autoround.rs`) or training of weights, scales and zero points on the grid, block by block
+//! and then end to end (`blockwise.rs`); static grids of inputs. But for the steps end to end, one layer of the
 //! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
 //! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
 //! `QuantizedMatrix::quantize`), not the export.
@@ -10,6 +10,7 @@
 //! inputs is what the exported model will feed it. (AWQ scales v for o and up for down, so there o and down are measured
 //! before v and up are rounded.)
 
+mod autoround;
 mod awq;
 mod blockwise;
 mod calibration;
@@ -17,11 +18,13 @@ pub mod cnn;
 mod gptq;
 mod hessian;
 mod layer;
+mod sensitivity;
 
 pub use blockwise::{BlockFit, Tuning};
 pub use calibration::Calibration;
 pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
+pub use sensitivity::{Choice, Sensitivity, allocate, sensitivity};
 
 use crate::TrainError;
 use crate::qat::quantize_inputs;
@@ -29,7 +32,7 @@ use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::{Embedding, RmsNorm};
 use dsq_model::{Layer, Llama, ModelError, Sequences};
-use dsq_quant::{FloatType, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
 use std::sync::Arc;
 
 /// How codes are chosen.
@@ -41,6 +44,31 @@ pub enum PtqMethod {
     Gptq,
     /// By training, from GPTQ's codes on: see [`Tuning`].
     Blockwise,
+    /// By learned rounding, block by block, from the nearest codes on: AutoRound, see `autoround.rs`.
+    AutoRound,
+}
+
+impl PtqMethod {
+    /// Whether GPTQ chooses codes, or those that training starts from.
+    fn factors(self) -> bool {
+        matches!(self, Self::Gptq | Self::Blockwise)
+    }
+
+    /// Whether blocks are trained.
+    fn trains(self) -> bool {
+        matches!(self, Self::Blockwise | Self::AutoRound)
+    }
+}
+
+/// What input columns are multiplied by before a method chooses codes, and what makes them divided by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scaling {
+    /// Nothing.
+    None,
+    /// AWQ's scales: weights of inputs of large magnitude become larger, so that their error is smaller.
+    Awq,
+    /// SmoothQuant's with this alpha, 0 to 1: inputs of large magnitude become smaller, so that their own grid is finer.
+    Smooth(f64),
 }
 
 /// How far a run is.
@@ -117,8 +145,10 @@ pub struct PtqNorm {
 pub struct PtqOutcome {
     /// The layers that the scheme names, in the order of the model.
     pub linears: Vec<PtqLinear>,
-    /// Norms that AWQ changed.
+    /// Norms that AWQ or SmoothQuant changed.
     pub norms: Vec<PtqNorm>,
+    /// Static grids of the inputs of layers whose scheme has such, by module.
+    pub inputs: Vec<(String, InputGrid)>,
     /// What block-wise training did, block by block.
     pub blocks: Vec<BlockFit>,
     /// Mean divergence from the float model (nats a token) in the first and the last tenth of the end-to-end steps.
@@ -142,7 +172,18 @@ impl PtqOutcome {
             }
         }
         let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
-        Llama::from_tensors(float.config(), &device(), find).map(|m| quantize_inputs(m, config))
+        Llama::from_tensors(float.config(), &device(), find).map(|m| self.put_inputs(m, config))
+    }
+
+    /// Puts the inputs of a model's layers on their grids, dynamic and static ones.
+    fn put_inputs(&self, model: Llama, config: &QuantConfig) -> Llama {
+        let mut model = quantize_inputs(model, config);
+        for (name, linear) in model.linears_mut() {
+            if let Some((_, grid)) = self.inputs.iter().find(|(m, _)| *m == name) {
+                linear.set_inputs(Some(*grid));
+            }
+        }
+        model
     }
 }
 
@@ -153,20 +194,23 @@ pub struct PtqSettings<'a> {
     pub config: &'a QuantConfig,
     /// How codes are chosen.
     pub method: PtqMethod,
-    /// Whether input columns are scaled first, by the magnitude of their inputs (AWQ).
-    pub awq: bool,
+    /// Whether and how input columns are scaled first.
+    pub scaling: Scaling,
+    /// Whether the observer `Mse` counts the error of a column by the mean square of its inputs.
+    pub weighted: bool,
     /// Dtype in which float tensors will be stored; `None`: as the source stores them.
     pub float_dtype: Option<FloatType>,
-    /// For [`PtqMethod::Blockwise`].
+    /// For [`PtqMethod::Blockwise`] and [`PtqMethod::AutoRound`].
     pub tuning: Tuning,
     /// Text of the end-to-end steps, of the model's vocabulary; `None`: that of the calibration.
     pub end_text: Option<&'a Calibration>,
 }
 
 impl<'a> PtqSettings<'a> {
-    /// `method` without AWQ's scales, float tensors as they are, and the usual training.
+    /// `method` without scaled columns, float tensors as they are, and the usual training.
     pub fn new(config: &'a QuantConfig, method: PtqMethod) -> Self {
-        Self { config, method, awq: false, float_dtype: None, tuning: Tuning::default(), end_text: None }
+        let (scaling, weighted, tuning) = (Scaling::None, false, Tuning::default());
+        Self { config, method, scaling, weighted, float_dtype: None, tuning, end_text: None }
     }
 }
 
@@ -199,12 +243,12 @@ pub fn quantize_llama(
         let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
         match settings.method {
             PtqMethod::Rtn | PtqMethod::Gptq => drop(run.quantize_layer(layer)?),
-            PtqMethod::Blockwise => run.blockwise_layer(layer)?,
+            PtqMethod::Blockwise | PtqMethod::AutoRound => run.blockwise_layer(layer)?,
         }
     }
     run.progress.layer = model.num_hidden_layers;
     run.head()?;
-    if settings.method == PtqMethod::Blockwise && settings.tuning.steps > 0 {
+    if settings.method.trains() && settings.tuning.steps > 0 {
         run.end_to_end(settings.end_text.unwrap_or(calibration))?;
     }
     Ok(run.outcome)
@@ -215,7 +259,7 @@ pub fn quantize_llama(
 fn check_codes(settings: &PtqSettings) -> Result<(), TrainError> {
     let config = settings.config;
     let schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
-    let trained = settings.method == PtqMethod::Blockwise;
+    let trained = settings.method.trains();
     let bad = |a: &&QuantArgs| a.has_global_scale() || trained && a.qtype.float().is_some();
     match schemes.map(|s| &s.weights).find(bad) {
         None => Ok(()),
@@ -274,18 +318,13 @@ impl<'a> Run<'a> {
             let batch = like.unwrap_or_else(|| Sequences::new(model, b, t));
             stream.push((batch, embedding.forward(Arc::new(ids), b)));
         }
-        let (tuned, steps) = match settings.method {
-            PtqMethod::Blockwise => (settings.tuning.walks(), settings.tuning.steps),
-            PtqMethod::Rtn | PtqMethod::Gptq => (0, 0),
-        };
-        let again = if settings.awq && settings.method != PtqMethod::Rtn { WALKS_AGAIN } else { 0 };
+        let trains = settings.method.trains();
+        let (tuned, steps) = if trains { (settings.tuning.walks(), settings.tuning.steps) } else { (0, 0) };
+        let again = if settings.scaling == Scaling::Awq && settings.method != PtqMethod::Rtn { WALKS_AGAIN } else { 0 };
         let walks = model.num_hidden_layers * (WALKS + again + tuned)
             + usize::from(settings.config.scheme_for("lm_head").is_some());
         let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
-        let float_stream = match settings.method {
-            PtqMethod::Blockwise => stream.iter().map(|(_, x)| x.clone()).collect(),
-            PtqMethod::Rtn | PtqMethod::Gptq => Vec::new(),
-        };
+        let float_stream = if trains { stream.iter().map(|(_, x)| x.clone()).collect() } else { Vec::new() };
         let (starts, latents, outcome) = (Vec::new(), Vec::new(), PtqOutcome::default());
         Ok(Self { checkpoint, model, settings, stream, float_stream, starts, latents, progress, on_progress, outcome })
     }
@@ -300,11 +339,29 @@ impl<'a> Run<'a> {
         format!("model.layers.{}.{part}", self.progress.layer)
     }
 
-    /// Puts the inputs of a layer's linears on their grids: what is measured is what the exported model will compute.
+    /// Puts the inputs of a layer's linears on their grids, as far as these are known: what is measured is what the
+    /// exported model will compute.
     fn quantize_inputs(&self, layer: &mut Layer) {
         for (part, linear) in layer.linears_mut() {
-            linear.set_inputs(self.settings.config.scheme_for(&self.module(part)).and_then(|s| s.activations));
+            let module = self.module(part);
+            let fixed = self.outcome.inputs.iter().find(|(m, _)| *m == module).map(|(_, grid)| *grid);
+            linear.set_inputs(fixed.or(InputGrid::dynamic(self.activations(&module))));
         }
+    }
+
+    /// The scheme of a layer's inputs.
+    fn activations(&self, module: &str) -> Option<QuantArgs> {
+        self.settings.config.scheme_for(module).and_then(|s| s.activations)
+    }
+
+    /// The static grid of the inputs of `module`, from the range that calibration met; kept for the export.
+    fn fix_inputs(&mut self, module: &str, h: &Hessian) -> Result<Option<InputGrid>, TrainError> {
+        let Some(args) = self.activations(module).filter(|a| !a.is_dynamic()) else { return Ok(None) };
+        let [lo, hi] = h.range();
+        let grid = InputGrid::of_range(args, lo, hi)
+            .map_err(|source| TrainError::Quant { module: format!("{module}, input"), source })?;
+        self.outcome.inputs.push((module.to_owned(), grid));
+        Ok(Some(grid))
     }
 
     fn tick(&mut self, batches: usize) {
@@ -380,12 +437,14 @@ impl<'a> Run<'a> {
             return Err(TrainError::Activations { module, value });
         }
         let w = self.checkpoint.linear(&module)?.into_f32();
-        let factor = match self.settings.method {
-            PtqMethod::Gptq | PtqMethod::Blockwise => Factor::new(&h),
-            PtqMethod::Rtn => None,
-        };
-        let (matrix, fit) = gptq_quantize(&w, n, k, &h, factor.as_ref(), args)
-            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+        self.fix_inputs(&module, &h)?;
+        let factor = if self.settings.method.factors() { Factor::new(&h) } else { None };
+        let (matrix, mut fit, _) =
+            gptq::quantize_and_targets(&w, n, k, &h, factor.as_ref(), args, self.settings.weighted)
+                .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+        if !self.settings.method.factors() {
+            fit.plain_rows = 0;
+        }
         self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale: None });
         Ok(())
     }

@@ -1,0 +1,254 @@
+//! Mixed precision: how much the model's predictions change when a few layers alone get a scheme (`sensitivity`), and which
+//! scheme each gets so that a budget of bits is kept and these changes add up to the least (`allocate`). That changes of several
+//! layers add up is an assumption. Not the codes of the result: any method makes these.
+//!
+//! Unlike calibration, which holds one layer, this holds the float model and the stream of its layers for one batch of text. Cost: for
+//! each layer and scheme four passes through the rest of the model.
+
+use super::{Calibration, device, values};
+use crate::TrainError;
+use burn::tensor::Tensor;
+use dsq_checkpoint::{Checkpoint, ModelConfig};
+use dsq_model::{Layer, Llama, ModelError, Sequences, Teacher};
+use dsq_quant::{InputGrid, QuantConfig, QuantScheme};
+use std::sync::Arc;
+
+/// Linear layers that must share a scheme, because servers compute them as one matrix, and what each scheme does.
+#[derive(Debug, Clone)]
+pub struct Sensitivity {
+    /// Their module names.
+    pub modules: Vec<String>,
+    /// Their weights.
+    pub weights: usize,
+    /// One for each candidate, in their order.
+    pub choices: Vec<Choice>,
+}
+
+/// What a scheme does to layers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Choice {
+    /// Bits per weight, scales and zero points included.
+    pub bits: f64,
+    /// Mean divergence of the model's predictions from the float model's, in nats a token, when only these layers are rounded
+    /// to nearest.
+    pub divergence: f64,
+}
+
+/// Measures every set of layers to which `config` gives its common scheme, with each of the candidates, on the first batch of
+/// `calibration`. Layers with a scheme of their own, and ignored ones, are left out. `on_progress`: sets of layers done, and all of them.
+///
+/// # Errors
+/// [`TrainError::Model`] for another architecture or tensors that cannot be read; [`TrainError::Quant`] naming the layer.
+pub fn sensitivity(
+    checkpoint: &Checkpoint,
+    config: &QuantConfig,
+    candidates: &[QuantScheme],
+    calibration: &Calibration,
+    on_progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<Sensitivity>, TrainError> {
+    let ModelConfig::Llama(architecture) = checkpoint.config() else {
+        let got = format!("{:?}", checkpoint.config());
+        return Err(ModelError::Architecture { expected: "llama", got }.into());
+    };
+    let common = |module: &str| {
+        config.scheme_for(module).is_some() && !config.overrides.iter().any(|(p, _)| p.matches(module))
+    };
+    let float = Llama::from_checkpoint(checkpoint, &device())?;
+    let ids = Arc::new(calibration.batches().next().unwrap_or_default());
+    let b = ids.len() / calibration.context().max(1);
+    let batch = Sequences::new(architecture, b, calibration.context());
+    let mut stream = vec![float.embed(ids, b)];
+    for layer in float.layers() {
+        let x = stream.last().cloned().map(|x| layer.forward(x, &batch));
+        stream.extend(x);
+    }
+    let logits = stream.last().map(|x| values(float.logits_of(x.clone()))).unwrap_or_default();
+    let teacher = Teacher { logits: Arc::new(logits), temperature: 1.0 };
+
+    let mut table: Vec<Sensitivity> = Vec::new();
+    for (i, layer) in float.layers().iter().enumerate() {
+        let name = |part: &str| format!("model.layers.{i}.{part}");
+        for (part, _) in layer.linears() {
+            let module = name(part);
+            if !common(&module) || table.iter().any(|s| s.modules.contains(&module)) {
+                continue;
+            }
+            let modules = checkpoint.config().fused_with(&module).into_iter().filter(|m| common(m)).collect();
+            table.push(Sensitivity { modules, weights: 0, choices: Vec::new() });
+        }
+    }
+    let total = table.len() * candidates.len();
+    let mut done = 0;
+    for unit in &mut table {
+        let i = float.layers().iter().enumerate().position(|(i, _)| {
+            unit.modules.iter().any(|m| m.starts_with(&format!("model.layers.{i}.")))
+        });
+        let Some(i) = i else { continue };
+        for scheme in candidates {
+            let (layer, weights, bits) = rounded(&float.layers()[i], i, &unit.modules, scheme)?;
+            unit.weights = weights;
+            let rest = &float.layers()[i + 1..];
+            let x: Tensor<3> = layer.forward(stream[i].clone(), &batch);
+            let x = rest.iter().fold(x, |x, layer| layer.forward(x, &batch));
+            let divergence = super::blockwise::scalar(&float.divergence(x, teacher.clone()));
+            if !divergence.is_finite() {
+                return Err(TrainError::Activations { module: unit.modules[0].clone(), value: divergence });
+            }
+            unit.choices.push(Choice { bits: bits / weights.max(1) as f64, divergence });
+            done += 1;
+            on_progress(done, total);
+        }
+    }
+    Ok(table)
+}
+
+/// Layer `i` with the linears `modules` rounded to nearest, the number of their weights and of their bits.
+fn rounded(
+    layer: &Layer,
+    i: usize,
+    modules: &[String],
+    scheme: &QuantScheme,
+) -> Result<(Layer, usize, f64), TrainError> {
+    let mut layer = layer.clone();
+    let (mut weights, mut bits) = (0, 0.0);
+    for (part, linear) in layer.linears_mut() {
+        let module = format!("model.layers.{i}.{part}");
+        if !modules.contains(&module) {
+            continue;
+        }
+        let [n, k] = linear.weight.dims();
+        let quant = |source| TrainError::Quant { module: module.clone(), source };
+        let matrix = dsq_kernels::quantize::quantize(&linear.values(), n, k, scheme.weights).map_err(quant)?;
+        bits += scheme.weights.bits_per_weight(n, k).map_err(quant)? * (n * k) as f64;
+        weights += n * k;
+        linear.set_values(matrix.dequantize());
+        linear.set_inputs(InputGrid::dynamic(scheme.activations));
+    }
+    Ok((layer, weights, bits))
+}
+
+/// Steps into which a budget is divided. The bits of a choice are rounded up to a whole number of them, so the budget is
+/// kept; what is lost so is at most a step for each set of layers.
+const STEPS: usize = 1 << 16;
+
+/// The index of the choice for each set of layers whose bits per weight, over all of them, are at most `bits` and whose
+/// divergences add up to the least (dynamic programming over the budget).
+///
+/// # Errors
+/// [`TrainError::Setting`] when even the fewest bits are more.
+pub fn allocate(table: &[Sensitivity], bits: f64) -> Result<Vec<usize>, TrainError> {
+    let size = |s: &Sensitivity, c: &Choice| c.bits * s.weights as f64;
+    let total: f64 = table.iter().map(|s| s.weights as f64).sum();
+    let least: f64 =
+        table.iter().map(|s| s.choices.iter().map(|c| size(s, c)).fold(f64::INFINITY, f64::min)).sum::<f64>();
+    let refuse = |least: f64| TrainError::Setting {
+        field: "target bits".into(),
+        expected: format!("at least {:.4}, the fewest that the candidates allow", least / total.max(1.0)),
+        got: bits.to_string(),
+    };
+    let budget = bits * total;
+    // Also false for NaN. What is asked for to the last digit is not refused for the rounding of a sum.
+    if !(least <= budget * (1.0 + 1e-9)) {
+        return Err(refuse(least));
+    }
+    // Measured from the least of each set, so that a budget that is just enough is one.
+    let spare = (budget - least).max(0.0);
+    let step = spare / STEPS as f64;
+    let extra: Vec<Vec<usize>> = table
+        .iter()
+        .map(|s| {
+            let base = s.choices.iter().map(|c| size(s, c)).fold(f64::INFINITY, f64::min);
+            let steps = |c: &Choice| {
+                let over = size(s, c) - base;
+                if over <= 0.0 { 0 } else { (over / step).ceil().min((STEPS + 1) as f64) as usize }
+            };
+            s.choices.iter().map(steps).collect()
+        })
+        .collect();
+    // best[j]: the least sum of divergences of the sets so far with at most j steps.
+    let mut best = vec![0.0f64; STEPS + 1];
+    let mut taken: Vec<Vec<u8>> = Vec::with_capacity(table.len());
+    for (s, extra) in table.iter().zip(&extra) {
+        let mut next = vec![f64::INFINITY; STEPS + 1];
+        let mut choice = vec![0u8; STEPS + 1];
+        for (c, (option, &cost)) in s.choices.iter().zip(extra).enumerate() {
+            for j in cost..=STEPS {
+                let sum = best[j - cost] + option.divergence;
+                if sum < next[j] {
+                    (next[j], choice[j]) = (sum, c as u8);
+                }
+            }
+        }
+        best = next;
+        taken.push(choice);
+    }
+    let mut left = STEPS;
+    let mut out = vec![0; table.len()];
+    for (i, choice) in taken.iter().enumerate().rev() {
+        out[i] = usize::from(choice[left]);
+        left -= extra[i][out[i]];
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn table(seed: u64, sets: usize) -> Vec<Sensitivity> {
+        let mut s = seed | 1;
+        let mut uniform = || {
+            s = s.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (s >> 40) as f64 / (1u64 << 24) as f64
+        };
+        (0..sets)
+            .map(|i| {
+                let scale = uniform().powi(4);
+                let choices = [2.25, 3.25, 4.25, 8.25]
+                    .map(|bits| Choice { bits, divergence: scale * uniform() * 0.25f64.powf(bits) })
+                    .to_vec();
+                Sensitivity { modules: vec![i.to_string()], weights: 100 + (uniform() * 1000.0) as usize, choices }
+            })
+            .collect()
+    }
+
+    fn sums(table: &[Sensitivity], chosen: &[usize]) -> (f64, f64) {
+        let of = |f: fn(&Sensitivity, &Choice) -> f64| table.iter().zip(chosen).map(|(s, &c)| f(s, &s.choices[c])).sum();
+        (of(|s, c| c.bits * s.weights as f64), of(|_, c| c.divergence))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+
+        #[test]
+        fn the_budget_is_kept_and_nothing_cheaper_is_better(seed: u64, bits in 2.25f64..8.25) {
+            let table = table(seed, 5);
+            let total: f64 = table.iter().map(|s| s.weights as f64).sum();
+            let chosen = allocate(&table, bits).unwrap();
+            let (size, found) = sums(&table, &chosen);
+            prop_assert!(size <= bits * total * (1.0 + 1e-9));
+            // Every allocation, within the budget less what rounding up may take.
+            let slack = (bits * total) * 5.0 / STEPS as f64;
+            for code in 0..4usize.pow(5) {
+                let other: Vec<usize> = (0..5).map(|i| code / 4usize.pow(i) % 4).collect();
+                let (size, sum) = sums(&table, &other);
+                prop_assert!(size > bits * total - slack || sum >= found * (1.0 - 1e-12), "{other:?} {sum} {chosen:?} {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn budgets_at_and_below_the_least_are_kept_and_refused() {
+        let table = table(3, 4);
+        assert_eq!(allocate(&table, 2.25).unwrap(), [0; 4]);
+        assert_eq!(allocate(&[], 4.0).unwrap(), [0; 0]);
+        for bits in [2.2, f64::NAN, -1.0] {
+            let e = allocate(&table, bits).unwrap_err();
+            assert!(e.to_string().contains("2.25") && e.exit_code() == 2, "{e}");
+        }
+        let rich = allocate(&table, 100.0).unwrap();
+        let best = |s: &Sensitivity| s.choices.iter().map(|c| c.divergence).fold(f64::INFINITY, f64::min);
+        assert!(table.iter().zip(&rich).all(|(s, &c)| s.choices[c].divergence == best(s)));
+    }
+}
