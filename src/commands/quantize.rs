@@ -140,6 +140,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         args.calibration.check_images()?;
         return images::run(&args, global, &ckpt, model);
     }
+    args.calibration.check(args.method)?;
     if let Some(option) = args.images.given() {
         return Err(CliError::usage(format!("{option}: only for image models; expected no such option, got it")));
     }

@@ -42,6 +42,18 @@ FLOAT_EXPORTS = {
     "mxfp4a16": ["--scheme", "MXFP4A16"],
     "mixed": ["--scheme", "NVFP4A16", "--override", "down_proj=FP8A16", "--override", "o_proj=MXFP4A16"],
 }
+# Schemes whose activations are quantized; True: the ranges of the activations are measured on text.
+ACTIVATION_EXPORTS = {
+    "w8a8": (["--scheme", "W8A8", "--scale-dtype", "f32"], False),
+    "w8a8-asymmetric": (["--scheme", "W8A8", "--asymmetric", "--asymmetric-activations", "--scale-dtype", "f32"], False),
+    "w4a8-g32": (["--scheme", "W4A8", "--group-size", "32", "--scale-dtype", "f32"], False),
+    "w8a8-static": (["--scheme", "W8A8", "--static-activations", "--scale-dtype", "f32"], True),
+    "w8a8-static-asymmetric":
+        (["--scheme", "W8A8", "--static-activations", "--asymmetric-activations", "--scale-dtype", "f32"], True),
+    "fp8-dynamic": (["--scheme", "FP8_DYNAMIC", "--scale-dtype", "f32"], False),
+    "fp8": (["--scheme", "FP8", "--scale-dtype", "f32"], True),
+    "mxfp4": (["--scheme", "MXFP4"], False),
+}
 # An observer of dsq's own: its scales are not compressed-tensors', so only the logits are compared.
 MSE_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--observer", "mse"]
 SMOLLM2_EXPORTS = {
@@ -340,6 +352,53 @@ def export_logits(ctx, folder, name, flags):
     return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
 
 
+def ascii_tokenizer():
+    """One id for each printable ASCII character and newline, below the 128 rows of the tiny models."""
+    chars = [chr(c) for c in range(ord("!"), ord("~") + 1)] + ["\u0120", "\u010a"]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "added_tokens": [],
+            "pre_tokenizer": level, "post_processor": None, "decoder": level,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                      "vocab": {c: i for i, c in enumerate(chars)}, "merges": []}}
+
+
+def activation_logits(ctx, folder, name):
+    """The folder as transformers loads it, activations quantized by compressed-tensors' own forward pass. Both sides round the
+    same numbers but for the last bits of their sums; where such a number lies between two codes they may choose
+    different ones, which moves what follows. So the differences are held against what quantizing the activations itself changes: at the
+    worst the two sides would round independently, sqrt(2) of that; seldom flips give a small part of it."""
+    import shutil
+    flags, calibrated = ACTIVATION_EXPORTS[name]
+    model = ctx.work / f"{folder.name}-with-tokenizer"
+    if not model.exists():
+        shutil.copytree(folder, model)
+        (model / "tokenizer.json").write_text(json.dumps(ascii_tokenizer()))
+        source = (ROOT / "recipes/data/pydoc/train.txt").read_text()
+        (model / "calib.txt").write_text("".join(c for c in source if ord(c) < 127)[:4000])
+    if calibrated:
+        flags = flags + ["--calib", model / "calib.txt", "--calib-tokens", "2048", "--calib-context", "64"]
+    out = ctx.dsq.quantize(model, f"{folder.name}-{name}", flags)
+    sequences = json.loads((folder / "tokens.json").read_text())
+    ours, theirs = ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences)
+    plain = ctx.work / f"{folder.name}-{name}-float-activations"
+    shutil.copytree(out, plain)
+    config = json.loads((plain / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    (plain / "config.json").write_text(json.dumps(config))
+    without = reference_logits(reference_model(plain), sequences)
+    square = lambda a, b: sum(((x - y) ** 2).sum().item() for x, y in zip(a, b, strict=True))
+    share = (square(ours, theirs) / square(theirs, without)) ** 0.5
+    exact = sum(torch_equal_rows(a, b) for a, b in zip(ours, theirs)) / sum(a.shape[0] for a in ours)
+    return expect(share < 0.7, f"difference over the effect of quantizing activations {share:.4f} (bound 0.7); "
+                               f"{exact:.0%} of tokens within 1e-5 of the largest logit")
+
+
+def torch_equal_rows(a, b):
+    return ((a - b).abs().amax(-1) <= 1e-5 * b.abs().max()).sum().item()
+
+
 def tokenizer(ctx):
     golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())
     cases = golden["cases"]
@@ -391,6 +450,8 @@ def checks():
         for name in FLOAT_EXPORTS:
             yield f"float-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_codes(ctx, f, n)
             yield f"float-coded-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_coded_logits(ctx, f, n)
+        for name in ACTIVATION_EXPORTS:
+            yield f"activation-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: activation_logits(ctx, f, n)
         yield f"export-logits {tiny} mse", lambda ctx, f=GOLDEN / tiny: export_logits(ctx, f, "mse", MSE_EXPORT)
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float

@@ -47,10 +47,15 @@ fn stored_and_float_grids_of_activations_are_written_read_and_run() {
     let case = Case::new();
     let float = |strategy: &str, dynamic: bool| json!(["float", strategy, dynamic, true]);
     for (i, (more, expected, most)) in [
-        (&["--scheme", "FP8"][..], float("tensor", false), 0.02),
-        (&["--scheme", "FP8_DYNAMIC"], float("token", true), 0.02),
-        (&["--scheme", "W8A8", "--static-activations"], json!(["int", "tensor", false, true]), 0.02),
-        (&["--scheme", "W8A8", "--static-activations", "--asymmetric-activations"], json!(["int", "tensor", false, false]), 0.02),
+        // Three bits of mantissa: an error of 2.6% in weights and in activations.
+        (&["--scheme", "FP8"][..], float("tensor", false), 0.5),
+        (&["--scheme", "FP8_DYNAMIC"], float("token", true), 0.5),
+        (&["--scheme", "W8A8", "--static-activations"], json!(["int", "tensor", false, true]), 0.1),
+        (
+            &["--scheme", "W8A8", "--static-activations", "--asymmetric-activations"],
+            json!(["int", "tensor", false, false]),
+            0.1,
+        ),
         (&["--scheme", "W8A8", "--asymmetric-activations"], json!(["int", "token", true, false]), 0.02),
         (&["--scheme", "MXFP4", "--scale-dtype", "e8m0"], float("group", true), 2.0),
         (&["--scheme", "W4A4", "--group-size", "32"], json!(["int", "tensor", false, false]), 4.0),
@@ -138,7 +143,16 @@ fn weighted_ranges_and_learned_rounding_lower_the_error_of_outputs() {
     let first = |seen: &Value| seen["rows"][0]["output_error_rtn"].as_f64().unwrap();
     assert!(first(&weighted) < first(&plain), "{} against {}", first(&weighted), first(&plain));
     assert!(sum(&weighted).is_finite());
-    works(&["quantize", text(&case.at("model")), "--out", text(&case.at("rtn")), "--group-size", "32", "--scheme", "W3A16"]);
+    works(&[
+        "quantize",
+        text(&case.at("model")),
+        "--out",
+        text(&case.at("rtn")),
+        "--group-size",
+        "32",
+        "--scheme",
+        "W3A16",
+    ]);
     for (name, more) in [
         ("symmetric", &["--method", "autoround"][..]),
         ("asymmetric", &["--method", "autoround", "--asymmetric", "--observer", "mse"]),
@@ -192,7 +206,8 @@ fn evaluation_on_the_calibration_text_is_told() {
     assert_eq!(eval(&case, "out")["calibration_overlap"], json!(1.0));
     let told = |held: &Path| {
         let folder = case.at("out");
-        let out = command::dsq(&["eval", text(&folder), "--text", text(held), "--context", "64", "--max-tokens", "128"]);
+        let out =
+            command::dsq(&["eval", text(&folder), "--text", text(held), "--context", "64", "--max-tokens", "128"]);
         assert!(out.status.success());
         String::from_utf8(out.stderr).unwrap()
     };
@@ -213,8 +228,8 @@ fn options_that_cannot_work_are_refused_before_any_work() {
     let (model, calib) = (text(&model), text(&calib));
     let refused = |more: &[&str], words: &[&str]| fails(&[&["quantize", model][..], more].concat(), &out, 2, words);
     for (option, more) in [
-        ("--observer weighted-mse", &["--observer", "weighted-mse"][..]),
-        ("static activations", &["--scheme", "FP8"]),
+        ("--observer weighted-mse", &["--observer", "weighted-mse", "--group-size", "32"][..]),
+        ("static activations", &["--scheme", "FP8"][..]),
         ("static activations", &["--scheme", "W8A8", "--static-activations"]),
         ("--smooth-quant", &["--scheme", "W8A8", "--smooth-quant", "0.5"]),
         ("--target-bits", &["--target-bits", "5", "--group-size", "32"]),

@@ -98,7 +98,8 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     if ckpt.info(&name("weight")).is_some() && ckpt.info(&name("weight_packed")).is_some() {
         problems.push((name("weight"), "float weight beside a packed one; expected one of them, got both".into()));
     }
-    if let Err(e) = group.weights.scale_shape(n, k) {
+    let inputs = group.activations.as_ref().map_or(Ok(k), |a| a.group_len(k));
+    if let Err(e) = group.weights.scale_shape(n, k).and(inputs) {
         problems.push((spec.module.clone(), e.to_string()));
         return;
     }

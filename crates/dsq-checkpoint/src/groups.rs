@@ -19,7 +19,7 @@ pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> 
         let Some(s) = scheme.scheme_for(&spec.module) else { continue };
         let k = spec.k();
         divisor = gcd(divisor, k);
-        match s.weights.group_len(k) {
+        match s.check_length(k) {
             Err(QuantError::GroupNotDividing { group_size, .. }) => {
                 bad.push((spec.module, k));
                 if !sizes.contains(&group_size) {

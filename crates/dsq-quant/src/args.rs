@@ -246,7 +246,9 @@ impl QuantArgs {
         match self.granularity {
             Granularity::PerTensor | Granularity::PerChannel | Granularity::PerToken => Ok(k),
             Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) if g > 0 && k.is_multiple_of(g) => Ok(g),
-            Granularity::PerGroup(group_size) | Granularity::PerTokenGroup(group_size) => Err(QuantError::GroupNotDividing { k, group_size }),
+            Granularity::PerGroup(group_size) | Granularity::PerTokenGroup(group_size) => {
+                Err(QuantError::GroupNotDividing { k, group_size })
+            }
             Granularity::PerBlock(_, columns) => Ok(columns),
         }
     }

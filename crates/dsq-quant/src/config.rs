@@ -121,6 +121,15 @@ impl QuantScheme {
         self
     }
 
+    /// Whether the groups of the weights, and the runs of the activations, divide the `k` inputs of a layer.
+    ///
+    /// # Errors
+    /// As [`QuantArgs::group_len`].
+    pub fn check_length(&self, k: usize) -> Result<(), QuantError> {
+        self.weights.group_len(k)?;
+        self.activations.map_or(Ok(()), |a| a.group_len(k).map(|_| ()))
+    }
+
     /// Gives activations of integer codes a zero point.
     ///
     /// # Errors

@@ -230,7 +230,9 @@ impl LlamaRuntime {
         let rounded = |input: &Option<InputGrid>| match input {
             None => String::new(),
             Some(InputGrid { args, params: Some(_) }) => format!("; inputs on a stored {} grid", args.qtype.name()),
-            Some(InputGrid { args, params: None }) => format!("; inputs on an {} grid for each token", args.qtype.name()),
+            Some(InputGrid { args, params: None }) => {
+                format!("; inputs on an {} grid for each token", args.qtype.name())
+            }
         };
         self.linears().map(|(name, l, input)| (name, l.describe() + &rounded(input))).collect()
     }

@@ -160,7 +160,9 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     let setting =
         |field: &str, expected: String, got: String| TrainError::Setting { field: field.into(), expected, got };
     if let Some(a) = config.scheme.activations.filter(|a| !a.is_dynamic()) {
-        let expected = "float activations (W4A16) or ones with a scale for each token (W4A8, FP8_DYNAMIC) for a language model".into();
+        let expected =
+            "float activations (W4A16) or ones with a scale for each token (W4A8, FP8_DYNAMIC) for a language model"
+                .into();
         return Err(setting("quant.scheme", expected, format!("static {} activations", a.qtype.name())));
     }
     let names: Vec<String> = model.linears().into_iter().map(|l| l.0).collect();
@@ -179,7 +181,7 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
             if let Err(e) = dsq_kernels::fake_quant::check_trainable(&scheme.weights) {
                 return Err(setting("quant.scheme", format!("another scheme for {name}"), e.to_string()));
             }
-            if let Err(e) = scheme.weights.group_len(layer.weight.dims()[1]) {
+            if let Err(e) = scheme.check_length(layer.weight.dims()[1]) {
                 bad.push(format!("{name} ({e})"));
             }
         }

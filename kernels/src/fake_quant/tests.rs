@@ -228,9 +228,15 @@ fn dynamic(args: QuantArgs) -> InputGrid {
 fn runs_of_a_token_have_scales_of_their_own() {
     let fp8 = QuantArgs::fp8(Granularity::PerTokenGroup(16), FloatType::F32);
     for (args, group) in [
-        (fp8, QuantArgs { qtype: QuantType::Fp8E4M3, ..QuantArgs::int4(Granularity::PerTokenGroup(16), FloatType::F32) }),
+        (
+            fp8,
+            QuantArgs { qtype: QuantType::Fp8E4M3, ..QuantArgs::int4(Granularity::PerTokenGroup(16), FloatType::F32) },
+        ),
         (QuantArgs::mxfp4_tokens(), QuantArgs::mxfp4()),
-        (QuantArgs::fp8(Granularity::PerToken, FloatType::F32), QuantArgs::fp8(Granularity::PerChannel, FloatType::F32)),
+        (
+            QuantArgs::fp8(Granularity::PerToken, FloatType::F32),
+            QuantArgs::fp8(Granularity::PerChannel, FloatType::F32),
+        ),
     ] {
         let (m, k) = (3, 96);
         let mut x = normal(m * k, 5);

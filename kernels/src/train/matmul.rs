@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 /// Block along `k`: a panel of `b` (32 columns) takes 32 KiB, a panel of `a` (12 rows) 12 KiB.
-const KC: usize = 256;
+pub(super) const KC: usize = 256;
 /// Rows of `a` packed at a time, a multiple of 12 and of 6.
 const MC: usize = 96;
 /// Products below this many multiply-adds run on one thread.
@@ -187,7 +187,7 @@ unsafe fn tiled<S: Simd, const MR: usize, const NV: usize>(
 
 /// Rows `rows` of `x`, columns `k0 .. k0 + kc`, as `kc` steps of `width` values; absent rows are 0.
 #[inline(always)]
-fn pack(x: Strided, rows: Range<usize>, k0: usize, kc: usize, width: usize, out: &mut [f32]) {
+pub(super) fn pack(x: Strided, rows: Range<usize>, k0: usize, kc: usize, width: usize, out: &mut [f32]) {
     let h = rows.len();
     if x.row == 1 && h == width {
         for (l, out) in out.chunks_exact_mut(width).enumerate() {
@@ -214,7 +214,7 @@ fn pack(x: Strided, rows: Range<usize>, k0: usize, kc: usize, width: usize, out:
 
 /// One tile of outputs in registers: from 0 when `first`, else from what `c` holds.
 #[inline(always)]
-unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(
+pub(super) unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(
     kc: usize,
     a: *const f32,
     b: *const f32,

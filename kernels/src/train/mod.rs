@@ -1,6 +1,6 @@
 //! The operations of a training step that Burn's CPU backend runs slowly (scalar, one thread, or decomposed): forward
 //! and backward of RMSNorm, SwiGLU, rotary causal attention, cross-entropy, distillation, embedding rows, the AdamW update, and the
-//! dense matrix product. Not inference (see the other folders).
+//! dense matrix product and the half of it that calibration adds up. Not inference (see the other folders).
 //!
 //! Every function is plain Rust that the compiler vectorises: separate multiplications and additions, sums over
 //! sixteen fixed lanes. The AVX2 build of a function gives the bits of the baseline build, and any thread count gives
@@ -13,6 +13,7 @@ mod cross_entropy;
 mod distill;
 mod embedding;
 mod exp;
+mod gram;
 mod matmul;
 mod rms_norm;
 mod swiglu;
@@ -22,6 +23,7 @@ pub use attention::{Attention, AttentionGradients, AttentionShape, Rope};
 pub use cross_entropy::{IGNORED, cross_entropy, cross_entropy_gradient};
 pub use distill::{distill, distill_gradient};
 pub use embedding::{gather_rows, scatter_rows};
+pub use gram::add_gram;
 pub use matmul::{Strided, matmul};
 pub use rms_norm::{rms_norm, rms_norm_gradient};
 pub use swiglu::{silu_mul, silu_mul_gradient};

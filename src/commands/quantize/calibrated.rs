@@ -45,7 +45,7 @@ pub(super) struct CalibrationArgs {
     #[arg(long, value_name = "BITS")]
     pub(super) target_bits: Option<f64>,
     /// Schemes to choose from with --target-bits [default: W4A16,W8A16, which servers have kernels for].
-    #[arg(long, value_name = "SCHEME[:N|channel|tensor],...", value_delimiter = ',', requires = "target_bits")]
+    #[arg(long, value_name = "SCHEME[:N|channel|tensor],...", value_delimiter = ',')]
     pub(super) candidates: Vec<String>,
     /// Passes over the windows for each block, with --method blockwise [default: 2] or autoround [default: 200 steps or a
     /// few more].
@@ -120,10 +120,10 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
     let measured = rounding.into_iter().find(|(_, given)| *given).map(|(option, _)| option);
     let why = measured.or(c.target_bits.map(|_| "--target-bits"));
     match (args.method, why, &c.calib) {
-        (Method::Rtn, Some(why), None) => Err(CliError::usage(format!(
-            "--calib: {why} measures the model on text; expected a file, got none"
-        ))
-        .with_hint("give --calib FILE, text of the kind that the model will see")),
+        (Method::Rtn, Some(why), None) => {
+            Err(CliError::usage(format!("--calib: {why} measures the model on text; expected a file, got none"))
+                .with_hint("give --calib FILE, text of the kind that the model will see"))
+        }
         (Method::Rtn, None, _) => {
             let given = [
                 ("--calib", c.calib.is_some()),
@@ -170,6 +170,7 @@ impl CalibrationArgs {
             ("--awq-scales", self.awq_scales),
             ("--smooth-quant", self.smooth_quant.is_some()),
             ("--target-bits", self.target_bits.is_some()),
+            ("--candidates", !self.candidates.is_empty()),
             ("--epochs", self.epochs.is_some()),
             ("--steps", self.steps.is_some()),
             ("--end-weight-rate", self.end_weight_rate.is_some()),
@@ -197,7 +198,8 @@ impl CalibrationArgs {
             ("--end-scale-rate", self.end_scale_rate.is_some()),
         ];
         if let Some((option, _)) = training.iter().find(|(_, given)| *given && !trains) {
-            let problem = format!("only training takes it; expected --method blockwise or autoround, got {method_name}");
+            let problem =
+                format!("only training takes it; expected --method blockwise or autoround, got {method_name}");
             return Err(CliError::usage(format!("{option}: {problem}")));
         }
         for (option, rate) in [("--end-weight-rate", self.end_weight_rate), ("--end-scale-rate", self.end_scale_rate)] {
@@ -217,6 +219,10 @@ impl CalibrationArgs {
                 let problem = "both scale the same columns; expected --smooth-quant or AWQ's scales, got both";
                 return Err(CliError::usage(format!("--smooth-quant: {problem}")));
             }
+        }
+        if let (Some(first), None) = (self.candidates.first(), self.target_bits) {
+            let problem = format!("nothing chooses among them; expected --target-bits BITS too, got only {first:?}");
+            return Err(CliError::usage(format!("--candidates: {problem}")));
         }
         if let Some(bits) = self.target_bits.filter(|b| !(1.0..=16.0).contains(b)) {
             return Err(CliError::usage(format!("--target-bits: expected 1 to 16 bits per weight, got {bits}")));
@@ -326,7 +332,9 @@ impl Trained {
         }
         for b in self.blocks.iter().filter(|b| !b.kept) {
             let (layer, after, before) = (b.layer, b.after, b.before);
-            out.push(format!("note: block {layer} keeps the codes it started from: training gave {after:.5}, they {before:.5}"));
+            out.push(format!(
+                "note: block {layer} keeps the codes it started from: training gave {after:.5}, they {before:.5}"
+            ));
         }
         if let Some([first, last]) = self.end_to_end {
             out.push(format!(
@@ -438,7 +446,8 @@ fn layer(
 fn norm(ckpt: &Checkpoint, norm: PtqNorm, scales: &str) -> Result<ExportTensor, CliError> {
     let PtqNorm { name, values: data, dtype } = norm;
     let mut source = source_record(ckpt, &name, &ckpt.read_f32(&name)?, &data)?;
-    source.rescaled = Some(format!("divided by the {scales} scales of the layers after it; the differences are not undone"));
+    source.rescaled =
+        Some(format!("divided by the {scales} scales of the layers after it; the differences are not undone"));
     Ok(ExportTensor::Rescaled { name, shape: vec![data.len()], data, dtype, source })
 }
 

@@ -39,7 +39,8 @@ pub(super) fn choose(
         .map(|c| read_scheme(args, "--candidates", c, granularity(args)?, dtype))
         .collect::<Result<_, _>>()?;
     if let Some(c) = schemes.iter().position(|s| s.activations != schemes[0].activations) {
-        let problem = format!("expected candidates that treat activations alike, got {} and {}", candidates[0], candidates[c]);
+        let problem =
+            format!("expected candidates that treat activations alike, got {} and {}", candidates[0], candidates[c]);
         return Err(CliError::usage(format!("--candidates: {problem}")));
     }
     if let Some(c) = schemes.iter().position(|s| s.activations.is_some_and(|a| !a.is_dynamic())) {

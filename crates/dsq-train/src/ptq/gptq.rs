@@ -200,7 +200,13 @@ pub(super) fn quantize_and_targets(
 }
 
 /// [`QuantizedMatrix::weighted_qparams_of`], some rows in each task where no scale reaches over rows.
-fn weighted_params(w: &[f32], n: usize, k: usize, args: QuantArgs, importance: &[f32]) -> Result<Vec<QParams>, QuantError> {
+fn weighted_params(
+    w: &[f32],
+    n: usize,
+    k: usize,
+    args: QuantArgs,
+    importance: &[f32],
+) -> Result<Vec<QParams>, QuantError> {
     let [rows, _] = args.scale_shape(n, k)?;
     if rows != n || w.len() != n * k || w.is_empty() {
         return QuantizedMatrix::weighted_qparams_of(w, n, k, args, importance);

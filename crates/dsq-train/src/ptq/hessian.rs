@@ -1,13 +1,13 @@
 //! What calibration keeps of the inputs of a layer: the sum of `x x^T`, the mean magnitudes and the ranges, never the inputs. Not the
 //! methods that use them (see `gptq.rs`, `awq.rs`).
 
-use dsq_kernels::train::{Strided, matmul};
+use dsq_kernels::train::{Strided, add_gram, matmul};
 use rayon::prelude::*;
 
 /// Tokens whose products are summed in f32 (one chain of fused multiply-adds); these sums are added in f64.
 const ROWS: usize = 2048;
-/// Rows of the sum that are computed at a time; only what lies right of the diagonal's block is.
-const PANEL: usize = 192;
+/// Columns whose magnitudes and ranges one task follows.
+const COLUMNS: usize = 512;
 /// Columns of the sum that errors are multiplied with at a time.
 const ERROR_COLUMNS: usize = 256;
 /// Rows of errors that are multiplied at a time.
@@ -42,18 +42,15 @@ impl Hessian {
         assert_eq!(x.len() % k.max(1), 0, "inputs are rows of {k} values");
         for rows in x.chunks((ROWS * k).max(1)) {
             let m = rows.len() / k;
-            for i0 in (0..k).step_by(PANEL) {
-                let (h, w) = (PANEL.min(k - i0), k - i0);
-                let from = Strided { data: &rows[i0..], row: k, col: 1 };
-                let part = matmul(from.t(), from, [h, w, m]);
-                self.sum[i0 * k..].par_chunks_mut(k).zip(part.par_chunks(w)).for_each(|(sum, part)| {
-                    sum[i0..].iter_mut().zip(part).for_each(|(s, &p)| *s += f64::from(p));
-                });
-            }
-            for row in rows.chunks(k) {
-                self.magnitude.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(v.abs()));
-                self.range.iter_mut().zip(row).for_each(|([lo, hi], v)| (*lo, *hi) = (lo.min(*v), hi.max(*v)));
-            }
+            add_gram(rows, k, &mut self.sum);
+            let columns = self.magnitude.par_chunks_mut(COLUMNS).zip(self.range.par_chunks_mut(COLUMNS));
+            columns.enumerate().for_each(|(c, (magnitude, range))| {
+                for row in rows.chunks(k) {
+                    let row = &row[c * COLUMNS..][..magnitude.len()];
+                    magnitude.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(v.abs()));
+                    range.iter_mut().zip(row).for_each(|([lo, hi], v)| (*lo, *hi) = (lo.min(*v), hi.max(*v)));
+                }
+            });
             self.tokens += m;
         }
     }

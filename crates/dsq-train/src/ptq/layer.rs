@@ -79,16 +79,9 @@ impl Run<'_> {
             if let Some(grid) = self.fix_inputs(&module, &h)? {
                 linear.set_inputs(Some(grid));
             }
-            let (matrix, mut fit, targets) = gptq::quantize_and_targets(
-                &linear.values(),
-                n,
-                k,
-                &h,
-                factor.as_ref(),
-                args,
-                self.settings.weighted,
-            )
-            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            let (matrix, mut fit, targets) =
+                gptq::quantize_and_targets(&linear.values(), n, k, &h, factor.as_ref(), args, self.settings.weighted)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
             if method.trains() {
                 self.starts.push((part, targets));

@@ -50,9 +50,8 @@ pub fn sensitivity(
         let got = format!("{:?}", checkpoint.config());
         return Err(ModelError::Architecture { expected: "llama", got }.into());
     };
-    let common = |module: &str| {
-        config.scheme_for(module).is_some() && !config.overrides.iter().any(|(p, _)| p.matches(module))
-    };
+    let common =
+        |module: &str| config.scheme_for(module).is_some() && !config.overrides.iter().any(|(p, _)| p.matches(module));
     let float = Llama::from_checkpoint(checkpoint, &device())?;
     let ids = Arc::new(calibration.batches().next().unwrap_or_default());
     let b = ids.len() / calibration.context().max(1);
@@ -80,9 +79,11 @@ pub fn sensitivity(
     let total = table.len() * candidates.len();
     let mut done = 0;
     for unit in &mut table {
-        let i = float.layers().iter().enumerate().position(|(i, _)| {
-            unit.modules.iter().any(|m| m.starts_with(&format!("model.layers.{i}.")))
-        });
+        let i = float
+            .layers()
+            .iter()
+            .enumerate()
+            .position(|(i, _)| unit.modules.iter().any(|m| m.starts_with(&format!("model.layers.{i}."))));
         let Some(i) = i else { continue };
         for scheme in candidates {
             let (layer, weights, bits) = rounded(&float.layers()[i], i, &unit.modules, scheme)?;
@@ -214,7 +215,8 @@ mod tests {
     }
 
     fn sums(table: &[Sensitivity], chosen: &[usize]) -> (f64, f64) {
-        let of = |f: fn(&Sensitivity, &Choice) -> f64| table.iter().zip(chosen).map(|(s, &c)| f(s, &s.choices[c])).sum();
+        let of =
+            |f: fn(&Sensitivity, &Choice) -> f64| table.iter().zip(chosen).map(|(s, &c)| f(s, &s.choices[c])).sum();
         (of(|s, c| c.bits * s.weights as f64), of(|_, c| c.divergence))
     }
 
