@@ -154,7 +154,7 @@ fn variants(dir: &Path) -> [CnnTrainConfig; 3] {
         wrong_way: BnPlacement::Skipped,
         float_equal_steps: true,
         learned_scales: Some(LearnedScales { rate: 0.01 }),
-        distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
+        distill: Some(Distill { weight: 0.5, temperature: 2.0, hidden_weight: 0.0 }),
         ..first.clone()
     };
     [first, second, third]
@@ -244,7 +244,7 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
     type Change = fn(&mut CnnTrainConfig);
     let changes: [(&str, Change); 7] = [
         ("learned_scales", |c| c.learned_scales = Some(LearnedScales { rate: 0.01 })),
-        ("distill", |c| c.distill = Some(Distill { weight: 1.0, temperature: 1.0 })),
+        ("distill", |c| c.distill = Some(Distill { weight: 1.0, temperature: 1.0, hidden_weight: 0.0 })),
         ("seeds", |c| c.seeds[1] = 9),
         ("qat.learning_rate", |c| c.qat.learning_rate = 0.03),
         ("freeze_bn_step", |c| c.freeze_bn_step = 1),
