@@ -207,11 +207,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
             Some(BnPlacement::BnObserved),
         )?,
         calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
-        observer: qat.choice(
-            "observer",
-            &[("moving_average", ObserverKind::MovingAverage), ("min_max", ObserverKind::MinMax)],
-            Some(ObserverKind::MovingAverage),
-        )?,
+        observer: read_observer(&mut qat)?,
         observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
         learned_scales: read_learned_scales(&mut qat)?,
         distill: read_distill(&mut qat)?,
@@ -309,6 +305,25 @@ fn read_lm_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
         return Err(qat.error(format!("{problem} hidden_weight = {hidden_weight} and distill_weight = 0")));
     }
     Ok(distill.map(|d| Distill { hidden_weight, ..d }))
+}
+
+/// The observer of static activations.
+fn read_observer(qat: &mut Section) -> Result<ObserverKind, CliError> {
+    // Absent: 0, which the range does not hold.
+    let given = qat.number("percentile", 50.0..=100.0, Some(0.0))?;
+    let percentile = ObserverKind::Percentile(if given == 0.0 { 99.99 } else { given });
+    let choices = [
+        ("moving_average", ObserverKind::MovingAverage),
+        ("min_max", ObserverKind::MinMax),
+        ("percentile", percentile),
+    ];
+    let observer = qat.choice("observer", &choices, Some(ObserverKind::MovingAverage))?;
+    if given != 0.0 && observer != percentile {
+        let name = choices.iter().find(|c| c.1 == observer).map_or("another", |c| c.0);
+        let problem = "percentile: expected observer = \"percentile\" beside it, got";
+        return Err(qat.error(format!("{problem} percentile = {given} and observer = {name:?}")));
+    }
+    Ok(observer)
 }
 
 fn read_learned_scales(qat: &mut Section) -> Result<Option<LearnedScales>, CliError> {

@@ -404,6 +404,37 @@ fn hidden_states_need_distillation_and_absent_keys_leave_the_digest_alone() {
 }
 
 #[test]
+fn the_observer_of_activations_is_read_and_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(root("recipes/fashion-resnet-w4a4.toml")).unwrap();
+    // Any file will do: a check reads no picture.
+    std::fs::write(dir.path().join("file"), "x").unwrap();
+    let here = |line: &str| match line.split_once(" = ") {
+        Some((key, _)) if key.ends_with("_images") || key.ends_with("_labels") => format!("{key} = \"file\"\n"),
+        _ => format!("{line}\n"),
+    };
+    std::fs::write(dir.path().join("micro.toml"), text.lines().map(here).collect::<String>()).unwrap();
+    let digest = |set: &[&str]| checked(dir.path(), set, 0);
+    assert_eq!(digest(&[]), digest(&["qat.observer=moving_average"]));
+    let percentile = digest(&["qat.observer=percentile"]);
+    assert_eq!(percentile, digest(&["qat.observer=percentile", "qat.percentile=99.99"]));
+    assert!(percentile != digest(&["qat.observer=percentile", "qat.percentile=99.9"]) && percentile != digest(&[]));
+    for (set, words) in [
+        (
+            &["qat.percentile=99.9"][..],
+            "percentile: expected observer = \"percentile\" beside it, got percentile = 99.9",
+        ),
+        (&["qat.observer=percentile", "qat.percentile=50"], "qat.percentile: expected above 50, at most 100, got 50"),
+        (&["qat.observer=percentile", "qat.percentile=101"], "percentile: expected a number from 50 to 100, got 101"),
+        (&["qat.observer=percentil"], "did you mean percentile?"),
+        (&["qat.hidden_weight=1"], "unknown key `hidden_weight`"),
+    ] {
+        let err = checked(dir.path(), set, 2);
+        assert!(err.contains(words), "{set:?}: {err}");
+    }
+}
+
+#[test]
 fn adapters_are_read_refused_by_name_and_never_exported() {
     let dir = tempfile::tempdir().unwrap();
     recipe(dir.path(), "micro.toml", |t| t);

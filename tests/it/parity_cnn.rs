@@ -56,7 +56,8 @@ fn network(case: &Case, seed: u64) -> (ResNet, QuantConfig) {
     let scheme = QuantScheme::preset(case.scheme, case.granularity, case.dtype).unwrap();
     let ignore: Vec<String> = case.ignore.iter().map(|s| s.to_string()).collect();
     let quant = QuantConfig::new(scheme, &ignore).unwrap();
-    let observer = if seed.is_multiple_of(2) { ObserverKind::MinMax } else { ObserverKind::MovingAverage };
+    let kinds = [ObserverKind::MinMax, ObserverKind::MovingAverage, ObserverKind::Percentile(99.0)];
+    let observer = kinds[seed as usize % 3];
     let (placement, learned) = (BnPlacement::Skipped, case.learned);
     net.prepare(QatSettings { config: quant.clone(), placement, observer, rate: 0.1, learned }).unwrap();
     if learned {
