@@ -94,17 +94,14 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails_with(&["--ignore", "conv"], 2, "expected patterns that match a layer");
     fails_with(&["--calib-tokens", "5"], 2, "--calib-tokens: not for an image model");
     fails_with(&["--activation-percentile", "50"], 2, "--activation-percentile: percentile: expected above 50");
-    fails_with(
-        &["--scheme", "W4A16", "--activation-percentile", "99"],
-        2,
-        "expected a scheme with quantized activations",
-    );
     fails_with(&["--awq-scales"], 2, "--awq-scales: not for an image model");
     fails(&["eval", text(&model)], 2, &["--text"]);
     fails(&["eval", text(&model), "--images", text(dir.path())], 3, &["expected 1 to 100000 files"]);
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama_tiny");
     fails(&["eval", text(&tiny), "--images", text(dir.path())], 2, &["--images measures efficientnet_lite0"]);
     fails(&["quantize", text(&tiny), "--out", text(&out), "--equalize"], 2, &["--equalize: only for image models"]);
+    let float = ["quantize", text(&model), "--out", text(&out), "--scheme", "W4A16", "--activation-percentile", "99"];
+    fails(&float, 2, &["--activation-percentile: expected a scheme with quantized activations, as W4A8, got W4A16"]);
     let percentile = ["quantize", text(&tiny), "--out", text(&out), "--activation-percentile", "99"];
     fails(&percentile, 2, &["--activation-percentile: only for image models"]);
 }
@@ -208,7 +205,8 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
             assert_eq!(one.logits, outcome.logits);
         }
     }
-    // Percentiles: 100 is the whole range, and less is narrower wherever an activation has tails.
+    // Percentiles: 100 is the whole range; less is narrower where an activation has tails (behind a ReLU6 that saturates it has
+    // none).
     let scheme = QuantScheme::preset("W8A8", Granularity::PerChannel, FloatType::F32).unwrap();
     let scheme = QuantConfig::new(scheme, &some).unwrap();
     let scales = |percentile| -> Vec<f32> {
@@ -217,9 +215,8 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
     };
     let (whole, most) = (scales(None), scales(Some(99.0)));
     assert_eq!(whole, scales(Some(100.0)));
-    assert!(
-        most.len() == whole.len() && most[1..].iter().zip(&whole[1..]).filter(|(m, w)| m < w).count() > whole.len() / 2
-    );
+    assert!(most.len() == whole.len() && most[0] <= whole[0], "{most:?} {whole:?}");
+    assert!(most.iter().zip(&whole).any(|(m, w)| *m < 0.99 * w), "{most:?} {whole:?}");
     // With every layer in float, folding and equalisation change nothing but roundings: 50 layers, each weight and output
     // rounded a few times at 2^-24 of values that cancel by less than a hundred.
     let none = QuantScheme::preset("W8A16", Granularity::PerChannel, FloatType::F32).unwrap();
