@@ -137,7 +137,12 @@ impl ResNet {
             let y = run.input(block.conv2, y)?;
             let y = run.conv(block.conv2, y)?;
             let skip = match block.downsample {
-                Some(d) => run.conv(d, input)?,
+                // One tensor and one grid, unless one of the two layers stays in float.
+                Some(d) if run.plan(d)?.input == run.plan(block.conv1)?.input => run.conv(d, input)?,
+                Some(d) => {
+                    let input = run.input(d, x)?;
+                    run.conv(d, input)?
+                }
                 None => x,
             };
             x = relu(y + skip);
