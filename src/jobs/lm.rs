@@ -69,6 +69,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         qat: job.qat.clone(),
         distill: job.distill.clone(),
         learned_scales: job.learned_scales.clone(),
+        adapters: job.adapters.clone(),
         float_equal_tokens: job.float_equal_tokens,
         save_every: job.save_every,
         seed,
@@ -77,6 +78,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
     let mut heldout_tokens = tokenizer.encode(&input::text(&job.heldout_text.path)?, Specials::AsText)?;
     heldout_tokens.truncate(job.eval_tokens);
     train.check(&config, train_tokens.len())?;
+    train.check_quant(&config, &quant)?;
     if heldout_tokens.len() < 2 {
         let got = heldout_tokens.len();
         return Err(CliError::new(

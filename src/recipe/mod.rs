@@ -9,7 +9,7 @@ use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
-use dsq_train::{CnnTrainConfig, Distill, LearnedScales, LmPhase};
+use dsq_train::{Adapters, CnnTrainConfig, Distill, LearnedScales, LmPhase};
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -68,6 +68,9 @@ pub struct LmJob {
     /// How fast the scales of the QAT phase are learned, if they are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learned_scales: Option<LearnedScales>,
+    /// What the QAT phase trains in the place of weights, if not the weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adapters: Option<Adapters>,
     /// Whether to train a float model with the QAT phase's tokens, for an honest comparison.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints.
@@ -204,11 +207,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
             Some(BnPlacement::BnObserved),
         )?,
         calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
-        observer: qat.choice(
-            "observer",
-            &[("moving_average", ObserverKind::MovingAverage), ("min_max", ObserverKind::MinMax)],
-            Some(ObserverKind::MovingAverage),
-        )?,
+        observer: read_observer(&mut qat)?,
         observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
         learned_scales: read_learned_scales(&mut qat)?,
         distill: read_distill(&mut qat)?,
@@ -254,8 +253,9 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let mut qat_section = root.table("qat")?;
     let qat = read_phase(&mut qat_section, &config, Some(&float))?;
     let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
-    let distill = read_distill(&mut qat_section)?;
+    let distill = read_lm_distill(&mut qat_section)?;
     let learned_scales = read_learned_scales(&mut qat_section)?;
+    let adapters = read_adapters(&mut qat_section)?;
     qat_section.finish()?;
 
     let quant = read_quant(root.table("quant")?, true)?;
@@ -281,6 +281,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         qat,
         distill,
         learned_scales,
+        adapters,
         float_equal_tokens,
         save_every,
         quant,
@@ -292,12 +293,57 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
 fn read_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
     let weight = qat.number("distill_weight", 0.0..=1.0, Some(0.0))?;
     let temperature = qat.number("distill_temperature", 0.01..=1000.0, Some(1.0))?;
-    Ok((weight > 0.0).then_some(Distill { weight, temperature }))
+    Ok((weight > 0.0).then_some(Distill { weight, temperature, hidden_weight: 0.0 }))
+}
+
+/// Distillation of a language model, which also knows the residual streams.
+fn read_lm_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
+    let distill = read_distill(qat)?;
+    let hidden_weight = qat.number("hidden_weight", 0.0..=1e6, Some(0.0))?;
+    if distill.is_none() && hidden_weight > 0.0 {
+        let problem = "hidden_weight: expected distill_weight above 0 beside it, got";
+        return Err(qat.error(format!("{problem} hidden_weight = {hidden_weight} and distill_weight = 0")));
+    }
+    Ok(distill.map(|d| Distill { hidden_weight, ..d }))
+}
+
+/// The observer of static activations.
+fn read_observer(qat: &mut Section) -> Result<ObserverKind, CliError> {
+    // Absent: 0, which the range does not hold.
+    let given = qat.number("percentile", 50.0..=100.0, Some(0.0))?;
+    let percentile = ObserverKind::Percentile(if given == 0.0 { 99.99 } else { given });
+    let choices = [
+        ("moving_average", ObserverKind::MovingAverage),
+        ("min_max", ObserverKind::MinMax),
+        ("percentile", percentile),
+    ];
+    let observer = qat.choice("observer", &choices, Some(ObserverKind::MovingAverage))?;
+    if given != 0.0 && observer != percentile {
+        let name = choices.iter().find(|c| c.1 == observer).map_or("another", |c| c.0);
+        let problem = "percentile: expected observer = \"percentile\" beside it, got";
+        return Err(qat.error(format!("{problem} percentile = {given} and observer = {name:?}")));
+    }
+    Ok(observer)
 }
 
 fn read_learned_scales(qat: &mut Section) -> Result<Option<LearnedScales>, CliError> {
     let rate = qat.number("scale_learning_rate", 1e-9..=0.999, Some(1e-3))?;
     Ok(qat.boolean("learned_scales", false)?.then_some(LearnedScales { rate }))
+}
+
+fn read_adapters(qat: &mut Section) -> Result<Option<Adapters>, CliError> {
+    let rank = qat.count("lora_rank", 0..=65_536, Some(0))?;
+    // Absent: 0, which the range does not hold.
+    let alpha = qat.number("lora_alpha", 1e-6..=1e6, Some(0.0))?;
+    match (rank, alpha) {
+        (0, 0.0) => Ok(None),
+        (0, _) => {
+            let problem = "lora_alpha: expected lora_rank of at least 1 beside it, got";
+            Err(qat.error(format!("{problem} lora_alpha = {alpha} and lora_rank = 0")))
+        }
+        (_, 0.0) => Ok(Some(Adapters { rank, alpha: rank as f64 })),
+        _ => Ok(Some(Adapters { rank, alpha })),
+    }
 }
 
 fn data_file(section: &mut Section, key: &'static str) -> Result<DataFile, CliError> {

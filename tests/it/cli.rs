@@ -2,7 +2,7 @@
 //! refused and when, the caret of a recipe error, and one JSON object on stdout. Not the files that `quantize` and `export`
 //! write (see `model_files.rs`) and not `regress` (see `regress.rs`).
 
-use dsq_checkpoint::{ExportTensor, LlamaConfig, ModelConfig, export_folder};
+use dsq_checkpoint::{Checkpoint, ExportTensor, LlamaConfig, ModelConfig, export_folder};
 use dsq_quant::{FloatType, Granularity, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -377,6 +377,105 @@ fn f082_a_typo_in_a_recipe_shows_line_column_caret_and_the_nearest_key() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing was made");
     let (_, err) = expect(dir.path(), &["train", "none.toml"], 2);
     assert!(err.starts_with("error: none.toml: "), "{err}");
+}
+
+/// The recipe's digest as `--check` prints it, or the message of its refusal.
+fn checked(dir: &Path, set: &[&str], code: i32) -> String {
+    let set: Vec<&str> = set.iter().flat_map(|s| ["--set", s]).collect();
+    let (out, err) = expect(dir, &[&["train", "micro.toml", "--check"], set.as_slice()].concat(), code);
+    if code == 0 { out } else { err }
+}
+
+#[test]
+fn hidden_states_need_distillation_and_absent_keys_leave_the_digest_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    recipe(dir.path(), "micro.toml", |t| t);
+    let plain = checked(dir.path(), &[], 0);
+    assert_eq!(plain, checked(dir.path(), &["qat.hidden_weight=0"], 0));
+    let distilled = checked(dir.path(), &["qat.distill_weight=1"], 0);
+    assert_eq!(distilled, checked(dir.path(), &["qat.distill_weight=1", "qat.hidden_weight=0.0"], 0));
+    let hidden = checked(dir.path(), &["qat.distill_weight=1", "qat.hidden_weight=0.5"], 0);
+    assert!(plain != distilled && distilled != hidden);
+    let err = checked(dir.path(), &["qat.hidden_weight=0.5"], 2);
+    let want =
+        "hidden_weight: expected distill_weight above 0 beside it, got hidden_weight = 0.5 and distill_weight = 0";
+    assert!(err.contains(want), "{err}");
+    assert!(checked(dir.path(), &["qat.distill_weight=1", "qat.hidden_weight=-1"], 2).contains("got -1"));
+}
+
+#[test]
+fn the_observer_of_activations_is_read_and_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(root("recipes/fashion-resnet-w4a4.toml")).unwrap();
+    // Any file will do: a check reads no picture.
+    std::fs::write(dir.path().join("file"), "x").unwrap();
+    let here = |line: &str| match line.split_once(" = ") {
+        Some((key, _)) if key.ends_with("_images") || key.ends_with("_labels") => format!("{key} = \"file\"\n"),
+        _ => format!("{line}\n"),
+    };
+    std::fs::write(dir.path().join("micro.toml"), text.lines().map(here).collect::<String>()).unwrap();
+    let digest = |set: &[&str]| checked(dir.path(), set, 0);
+    assert_eq!(digest(&[]), digest(&["qat.observer=moving_average"]));
+    let percentile = digest(&["qat.observer=percentile"]);
+    assert_eq!(percentile, digest(&["qat.observer=percentile", "qat.percentile=99.99"]));
+    assert!(percentile != digest(&["qat.observer=percentile", "qat.percentile=99.9"]) && percentile != digest(&[]));
+    for (set, words) in [
+        (
+            &["qat.percentile=99.9"][..],
+            "percentile: expected observer = \"percentile\" beside it, got percentile = 99.9",
+        ),
+        (&["qat.observer=percentile", "qat.percentile=50"], "qat.percentile: expected above 50, at most 100, got 50"),
+        (&["qat.observer=percentile", "qat.percentile=101"], "percentile: expected a number from 50 to 100, got 101"),
+        (&["qat.observer=percentil"], "did you mean percentile?"),
+        (&["qat.hidden_weight=1"], "unknown key `hidden_weight`"),
+    ] {
+        let err = checked(dir.path(), set, 2);
+        assert!(err.contains(words), "{set:?}: {err}");
+    }
+}
+
+#[test]
+fn adapters_are_read_refused_by_name_and_never_exported() {
+    let dir = tempfile::tempdir().unwrap();
+    recipe(dir.path(), "micro.toml", |t| t);
+    let digest = |set: &[&str]| checked(dir.path(), set, 0);
+    assert_eq!(digest(&[]), digest(&["qat.lora_rank=0"]));
+    assert_eq!(digest(&["qat.lora_rank=4"]), digest(&["qat.lora_rank=4", "qat.lora_alpha=4"]), "alpha is the rank");
+    assert!(digest(&["qat.lora_rank=4"]) != digest(&["qat.lora_rank=4", "qat.lora_alpha=8"]));
+    for (set, words) in [
+        (&["qat.lora_alpha=8"][..], "lora_alpha: expected lora_rank of at least 1 beside it, got lora_alpha = 8"),
+        (&["qat.lora_rank=-1"], "lora_rank: expected an integer from 0 to 65536, got -1"),
+        (&["qat.lora_rank=4", "qat.lora_alpha=0"], "lora_alpha: expected a number from"),
+        (&["qat.lora_rank=33"], "qat.lora_rank: expected at most 32, the lesser side of model.layers.0."),
+    ] {
+        let err = checked(dir.path(), set, 2);
+        assert!(err.contains(words), "{set:?}: {err}");
+    }
+
+    let set = ["--set", "qat.lora_rank=4", "--set", "qat.learned_scales=true", "--set", "qat.learning_rate=1e-2"];
+    let seen = object(dir.path(), &[&["train", "micro.toml", "--out", "run"][..], &set].concat());
+    let perplexity = |name: &str| {
+        let row = seen["rows"].as_array().unwrap().iter().find(|r| r["name"] == name).unwrap();
+        row["perplexity"].as_f64().unwrap()
+    };
+    // The runtime runs what was trained.
+    assert!((perplexity("exported") / perplexity("qat") - 1.0).abs() < 1e-4, "{seen}");
+    let header = |folder: &str| {
+        let file = std::fs::read(dir.path().join("run").join(folder).join("model.safetensors")).unwrap();
+        let len = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+        String::from_utf8(file[8..8 + len].to_vec()).unwrap()
+    };
+    assert!(header("exported").contains("q_proj.weight_packed"));
+    assert!(["exported", "master", "float"].iter().all(|f| !header(f).contains("lora")));
+    // Norms and the embedding are the float model's; the matrices are not.
+    let read = |folder: &str, name: &str| {
+        Checkpoint::open(&dir.path().join("run").join(folder)).unwrap().read_f32(name).unwrap()
+    };
+    for name in ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"] {
+        assert_eq!(read("float", name), read("exported", name), "{name}");
+    }
+    let name = "model.layers.0.mlp.up_proj.weight";
+    assert_ne!(read("float", name), read("master", name));
 }
 
 #[test]

@@ -93,12 +93,17 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails_with(&["--method", "awq", "--calib", text(dir.path())], 2, "--method: expected rtn or gptq");
     fails_with(&["--ignore", "conv"], 2, "expected patterns that match a layer");
     fails_with(&["--calib-tokens", "5"], 2, "--calib-tokens: not for an image model");
+    fails_with(&["--activation-percentile", "50"], 2, "--activation-percentile: percentile: expected above 50");
     fails_with(&["--awq-scales"], 2, "--awq-scales: not for an image model");
     fails(&["eval", text(&model)], 2, &["--text"]);
     fails(&["eval", text(&model), "--images", text(dir.path())], 3, &["expected 1 to 100000 files"]);
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama_tiny");
     fails(&["eval", text(&tiny), "--images", text(dir.path())], 2, &["--images measures efficientnet_lite0"]);
     fails(&["quantize", text(&tiny), "--out", text(&out), "--equalize"], 2, &["--equalize: only for image models"]);
+    let float = ["quantize", text(&model), "--out", text(&out), "--scheme", "W4A16", "--activation-percentile", "99"];
+    fails(&float, 2, &["--activation-percentile: expected a scheme with quantized activations, as W4A8, got W4A16"]);
+    let percentile = ["quantize", text(&tiny), "--out", text(&out), "--activation-percentile", "99"];
+    fails(&percentile, 2, &["--activation-percentile: only for image models"]);
 }
 
 /// A network with weights of no meaning, as a float folder, for pictures of 32 x 32.
@@ -167,10 +172,11 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
     let ModelConfig::EfficientNet(config) = ckpt.config() else { panic!("another architecture") };
     let images = config.normalize(&pixels);
     let float = EfficientNetRuntime::load(&ckpt).unwrap().forward(&images, 3).unwrap();
-    let run = |scheme: &QuantConfig, method, equalize| {
-        let settings = CnnSettings { config: scheme, method, equalize, correct_bias: equalize };
+    let run_at = |scheme: &QuantConfig, method, equalize, percentile| {
+        let settings = CnnSettings { config: scheme, method, equalize, correct_bias: equalize, percentile };
         quantize_efficientnet(&ckpt, settings, &images, &mut |_, _| {}).unwrap()
     };
+    let run = |scheme: &QuantConfig, method, equalize| run_at(scheme, method, equalize, None);
     // Of the wide layers only the first are quantized: the factors of the last take minutes of nothing new.
     let some = ["re:_blocks\\.(1[0-5]|[6-9]).*", "_conv_head", "_fc"].map(String::from);
     for (i, (name, method, equalize)) in
@@ -199,6 +205,18 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
             assert_eq!(one.logits, outcome.logits);
         }
     }
+    // Percentiles: 100 is the whole range; less is narrower where an activation has tails (behind a ReLU6 that saturates it has
+    // none).
+    let scheme = QuantScheme::preset("W8A8", Granularity::PerChannel, FloatType::F32).unwrap();
+    let scheme = QuantConfig::new(scheme, &some).unwrap();
+    let scales = |percentile| -> Vec<f32> {
+        let outcome = run_at(&scheme, CnnMethod::Rtn, false, percentile);
+        outcome.layers.iter().filter_map(|l| l.activation.map(|(_, p)| p.scale)).collect()
+    };
+    let (whole, most) = (scales(None), scales(Some(99.0)));
+    assert_eq!(whole, scales(Some(100.0)));
+    assert!(most.len() == whole.len() && most[0] <= whole[0], "{most:?} {whole:?}");
+    assert!(most.iter().zip(&whole).any(|(m, w)| *m < 0.99 * w), "{most:?} {whole:?}");
     // With every layer in float, folding and equalisation change nothing but roundings: 50 layers, each weight and output
     // rounded a few times at 2^-24 of values that cancel by less than a hundred.
     let none = QuantScheme::preset("W8A16", Granularity::PerChannel, FloatType::F32).unwrap();

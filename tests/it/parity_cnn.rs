@@ -56,7 +56,8 @@ fn network(case: &Case, seed: u64) -> (ResNet, QuantConfig) {
     let scheme = QuantScheme::preset(case.scheme, case.granularity, case.dtype).unwrap();
     let ignore: Vec<String> = case.ignore.iter().map(|s| s.to_string()).collect();
     let quant = QuantConfig::new(scheme, &ignore).unwrap();
-    let observer = if seed.is_multiple_of(2) { ObserverKind::MinMax } else { ObserverKind::MovingAverage };
+    let kinds = [ObserverKind::MinMax, ObserverKind::MovingAverage, ObserverKind::Percentile(99.0)];
+    let observer = kinds[seed as usize % 3];
     let (placement, learned) = (BnPlacement::Skipped, case.learned);
     net.prepare(QatSettings { config: quant.clone(), placement, observer, rate: 0.1, learned }).unwrap();
     if learned {
@@ -105,6 +106,10 @@ fn training_graph_export_and_runtime_agree_bit_for_bit() {
         (4, case(config(1, 10, &[9, 9], 1), "W4A4", Granularity::PerChannel, FloatType::F32, &[])),
         (4, case(config(1, 10, &[8, 16], 1), "W4A16", Granularity::PerChannel, FloatType::F32, &["fc"])),
         (8, case(config(1, 14, &[8, 12], 1), "W2A4", channel, FloatType::F32, float_ends)),
+        // Of the two layers that read a block's input, one is left in float.
+        (4, case(config(1, 14, &[8, 12], 1), "W4A4", channel, FloatType::F32, &["conv1", "fc"])),
+        (4, case(config(1, 14, &[8, 12], 1), "W4A4", channel, FloatType::F32, &["re:.*downsample$", "fc"])),
+        (4, learned(case(config(1, 14, &[8, 12], 1), "W4A4", channel, FloatType::F32, &["re:.*downsample$", "fc"]))),
         (16, learned(case(config(1, 14, &[8, 12], 1), "W4A4", channel, FloatType::F32, float_ends))),
         (8, learned(case(config(1, 28, &[16, 32, 64], 1), "W2A4", channel, FloatType::F32, float_ends))),
         (4, learned(case(config(1, 10, &[9, 9], 2), "W4A4", channel, FloatType::Bf16, &[]))),

@@ -1,10 +1,10 @@
 //! Layers of the float models, with the fake quantization that training may switch on. Not models (see `llama`,
 //! `resnet`).
 
-use crate::LearnedGrid;
 use crate::fake_quant::{fake_quant_activation, fake_quant_weight};
 use crate::llama::host;
 use crate::ops;
+use crate::{LearnedGrid, Lora};
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use dsq_quant::{InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
@@ -17,6 +17,8 @@ pub struct Linear {
     pub weight: Param<Tensor<2>>,
     /// Learned scales and zero points, where fake quantization uses such.
     grid: Option<LearnedGrid>,
+    /// What is trained in the place of the weight, which is frozen then.
+    lora: Option<Lora>,
     /// Whether `weight` holds fixed codes (less their zero points) and only their scales are trained.
     #[module(skip)]
     codes: bool,
@@ -31,7 +33,7 @@ impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        Self { weight, grid: None, codes: false, quant: None, inputs: None }
+        Self { weight, grid: None, lora: None, codes: false, quant: None, inputs: None }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -39,15 +41,42 @@ impl Linear {
         self.quant.as_ref()
     }
 
-    /// The weight `[n, k]`, row major (not the fake-quantized one).
+    /// The weight `[n, k]`, row major, its adapter merged in (not the fake-quantized one).
     pub fn values(&self) -> Vec<f32> {
-        host(self.weight.val())
+        host(self.latent_weight())
     }
 
-    /// Replaces the weight, `[n, k]`, row major; same shape.
+    /// Replaces the weight, `[n, k]`, row major; same shape. An adapter is dropped.
     pub fn set_values(&mut self, weight: Vec<f32>) {
         let old = self.weight.val();
         self.weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, old.dims()), &old.device()));
+        self.lora = None;
+    }
+
+    /// Freezes the weight and trains an adapter of it in its place.
+    pub fn set_lora(&mut self, lora: Lora) {
+        self.weight = self.weight.clone().no_grad();
+        self.lora = Some(lora);
+    }
+
+    /// The adapter, if there is one.
+    pub fn lora(&self) -> Option<&Lora> {
+        self.lora.as_ref()
+    }
+
+    /// Puts the adapter into the weight, for good: codes and outputs stay the same bits.
+    pub fn merge_lora(&mut self) {
+        if self.lora.is_some() {
+            self.set_values(self.values());
+        }
+    }
+
+    /// The weight `[n, k]` that is put on the grid: with the adapter merged in.
+    fn latent_weight(&self) -> Tensor<2> {
+        match &self.lora {
+            None => self.weight.val(),
+            Some(lora) => lora.merged(self.weight.val()),
+        }
     }
 
     /// Switches fake quantization of the weight on, by its own ranges, or off. The caller has checked the shape
@@ -129,9 +158,9 @@ impl Linear {
     pub fn effective_weight(&self) -> Tensor<2> {
         match (&self.quant, &self.grid) {
             (Some(args), Some(grid)) if self.codes => grid.scaled_codes(self.weight.val(), args),
-            (Some(args), Some(grid)) => grid.fake_quant(self.weight.val(), args),
-            (Some(args), None) => fake_quant_weight(self.weight.val(), args),
-            (None, _) => self.weight.val(),
+            (Some(args), Some(grid)) => grid.fake_quant(self.latent_weight(), args),
+            (Some(args), None) => fake_quant_weight(self.latent_weight(), args),
+            (None, _) => self.latent_weight(),
         }
     }
 

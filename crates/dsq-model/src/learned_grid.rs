@@ -132,7 +132,8 @@ impl SliceOp for Learned {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::{Distribution, TensorData};
+    use crate::llama::normal;
+    use burn::tensor::TensorData;
     use dsq_quant::{FloatType, Granularity, QuantType, QuantizedMatrix, WeightObserver};
 
     fn bits(x: &[f32]) -> Vec<u32> {
@@ -148,8 +149,10 @@ mod tests {
             for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
                 for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
                     let args = QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, FloatType::F32) };
-                    let w = Tensor::<2>::random([n, k], Distribution::Normal(0.0, 1.0), &device).require_grad();
-                    let seed = Tensor::<2>::random([n, k], Distribution::Normal(0.0, 1.0), &device);
+                    let normals = |stream| -> Tensor<2> {
+                        Tensor::from_data(TensorData::new(normal(n * k, 1.0, 1, stream), [n, k]), &device)
+                    };
+                    let (w, seed) = (normals(1).require_grad(), normals(2));
                     let values = host(w.clone());
                     let init = QuantArgs { observer: WeightObserver::Mse, ..args };
                     let mut params = QuantizedMatrix::qparams_of(&values, n, k, init).unwrap();

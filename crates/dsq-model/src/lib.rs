@@ -9,6 +9,7 @@ pub mod fake_quant;
 pub mod layers;
 mod learned_grid;
 mod llama;
+mod lora;
 mod ops;
 pub mod resnet;
 
@@ -16,4 +17,6 @@ pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
 pub use learned_grid::LearnedGrid;
 pub use llama::{Layer, Llama, SelfAttention, Sequences, next_token_labels, tensor_name};
+pub use lora::Lora;
 pub use ops::distill::Teacher;
+pub use ops::hidden::HiddenTarget;

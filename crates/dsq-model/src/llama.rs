@@ -3,7 +3,7 @@
 
 use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu, forward_many};
 use crate::ops;
-use crate::{IGNORED, ModelError, Teacher};
+use crate::{HiddenTarget, IGNORED, ModelError, Teacher};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
@@ -294,7 +294,32 @@ impl Llama {
     /// # Panics
     /// As [`Llama::forward`].
     pub fn logits(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
-        self.logits_of(self.hidden(ids, b))
+        let (batch, x) = self.embedded(ids, b);
+        self.logits_of(self.layers.iter().fold(x, |x, layer| layer.forward(x, &batch)))
+    }
+
+    /// The residual stream after each layer, `[b, t, d]` each, and the logits of [`Llama::logits`].
+    ///
+    /// # Panics
+    /// As [`Llama::forward`].
+    pub fn states_and_logits(&self, ids: Arc<Vec<i32>>, b: usize) -> (Vec<Tensor<3>>, Tensor<3>) {
+        let (batch, mut x) = self.embedded(ids, b);
+        let mut states = Vec::with_capacity(self.layers.len());
+        for layer in &self.layers {
+            x = layer.forward(x, &batch);
+            states.push(x.clone());
+        }
+        (states, self.logits_of(x))
+    }
+
+    /// The shape of a batch, and the residual stream before the first layer, `[b, t, d]`.
+    pub fn embedded(&self, ids: Arc<Vec<i32>>, b: usize) -> (Sequences, Tensor<3>) {
+        (Sequences::new(&self.config, b, ids.len() / b.max(1)), self.embed_tokens.forward(ids, b))
+    }
+
+    /// The layers, in order.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
     }
 
     /// Logits `[b, t, vocab]` from the residual stream after the last layer, `[b, t, d]`.
@@ -304,23 +329,6 @@ impl Llama {
             Some(head) => head.forward(x),
             None => ops::linear::linear(x, self.embed_tokens.weight.val()),
         }
-    }
-
-    /// The residual stream after the last layer, `[b, t, d]`.
-    fn hidden(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
-        let batch = Sequences::new(&self.config, b, ids.len() / b.max(1));
-        let x = self.embed(ids, b);
-        self.layers.iter().fold(x, |x, layer| layer.forward(x, &batch))
-    }
-
-    /// The residual stream before the first layer, `[b, t, d]`.
-    pub fn embed(&self, ids: Arc<Vec<i32>>, b: usize) -> Tensor<3> {
-        self.embed_tokens.forward(ids, b)
-    }
-
-    /// The layers, in order.
-    pub fn layers(&self) -> &[Layer] {
-        &self.layers
     }
 
     /// Mean over all tokens of the divergence of the predictions made of the residual stream `x [b, t, d]` after the last
@@ -343,10 +351,12 @@ impl Llama {
     }
 
     /// The loss of distillation `[1]` of a batch of `b` sequences: `weight` times the mean over tokens of
-    /// `T^2 KL(teacher || self)`, and the rest times the mean cross-entropy of `labels`.
+    /// `T^2 KL(teacher || self)`, and the rest times the mean cross-entropy of `labels`. With `hidden` also its weight times
+    /// the mean over layers of `sum (self - teacher)^2 / sum teacher^2` of the residual stream, over the tokens that have a
+    /// label.
     ///
     /// # Panics
-    /// When the teacher has not as many logits as this model gives, or as [`Llama::loss`].
+    /// When the teacher has not as many logits, layers or values as this model gives, or as [`Llama::loss`].
     pub fn distill_loss(
         &self,
         ids: Arc<Vec<i32>>,
@@ -354,20 +364,30 @@ impl Llama {
         b: usize,
         teacher: Teacher,
         weight: f32,
+        hidden: Option<HiddenTarget>,
     ) -> Tensor<1> {
-        let logits = self.logits(ids, b);
+        let (logits, distance) = match hidden {
+            None => (self.logits(ids, b), None),
+            Some(target) => {
+                let (states, logits) = self.states_and_logits(ids, b);
+                (logits, ops::hidden::hidden_loss(states, target, &labels))
+            }
+        };
         let rows = labels.len().max(1) as f32;
-        let divergence = ops::distill::distill(logits.clone(), teacher, rows);
-        if weight == 1.0 {
-            return divergence;
+        let mut loss = ops::distill::distill(logits.clone(), teacher, rows);
+        if weight != 1.0 {
+            let count = labels.iter().filter(|&&l| l != IGNORED).count().max(1) as f32;
+            let entropy = ops::cross_entropy::cross_entropy(logits, labels, count);
+            loss = loss.mul_scalar(weight) + entropy.mul_scalar(1.0 - weight);
         }
-        let count = labels.iter().filter(|&&l| l != IGNORED).count().max(1) as f32;
-        divergence.mul_scalar(weight)
-            + ops::cross_entropy::cross_entropy(logits, labels, count).mul_scalar(1.0 - weight)
+        match distance {
+            None => loss,
+            Some(distance) => loss + distance,
+        }
     }
 
-    /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order. Learned grids are no tensors of the
-    /// model (see [`Linear::grid`]).
+    /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order. Learned grids and adapters are no
+    /// tensors of the model (see [`Linear::grid`] and [`Linear::lora`]); a weight with an adapter is given without it.
     pub fn named_tensors(&self) -> Vec<(String, Vec<usize>, Vec<f32>)> {
         struct Collect(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>);
         impl ModuleVisitor for Collect {
@@ -378,7 +398,7 @@ impl Llama {
                 self.0.pop();
             }
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                if self.0.iter().any(|part| part == "grid") {
+                if self.0.iter().any(|part| part == "grid" || part == "lora") {
                     return;
                 }
                 let tensor = param.val();
@@ -466,7 +486,7 @@ pub(crate) fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {
 
 /// `len` values of mean 0 and deviation `std`: sums of twelve uniforms, so only additions and multiplications, and the
 /// same bits everywhere.
-fn normal(len: usize, std: f32, seed: u64, stream: u64) -> Vec<f32> {
+pub(crate) fn normal(len: usize, std: f32, seed: u64, stream: u64) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     let unit = 1.0 / (1u64 << 24) as f32;

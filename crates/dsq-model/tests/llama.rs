@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Gradients, Int, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
-use dsq_model::{IGNORED, Llama, next_token_labels};
+use dsq_model::{HiddenTarget, IGNORED, Llama, Teacher, next_token_labels};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -162,6 +162,112 @@ fn c066_f114_samples_without_labels_change_nothing_and_are_zero_alone() {
     let grads = gradients(&model, &none.backward());
     assert_eq!(host(none), [0.0]);
     assert!(grads.values().flatten().all(|&g| g == 0.0));
+}
+
+/// The teacher's logits and residual streams for a batch of `b` sequences.
+fn taught(teacher: &Llama, ids: &[i32], b: usize, weight: f32) -> (Teacher, HiddenTarget) {
+    let (states, logits) = teacher.states_and_logits(Arc::new(ids.to_vec()), b);
+    let states = states.into_iter().map(host).collect();
+    (Teacher { logits: Arc::new(host(logits)), temperature: 1.0 }, HiddenTarget { states, weight })
+}
+
+/// `tiny` with every matrix moved a little along `direction`, by `step`.
+fn moved(from: &Llama, direction: &dyn Fn(&str, usize) -> f32, step: f32, device: &Device) -> Llama {
+    let mut tensors = from.named_tensors();
+    for (name, _, data) in &mut tensors {
+        data.iter_mut().enumerate().for_each(|(i, v)| *v += step * direction(name, i));
+    }
+    let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+    Llama::from_tensors(from.config(), device, find).unwrap()
+}
+
+#[test]
+fn the_hidden_state_loss_is_its_formula_and_its_gradient_the_slope() {
+    let device = Device::flex().autodiff();
+    let teacher = tiny(&Device::flex());
+    let noise = |name: &str, i: usize| ((i * 37 + name.len() * 11) % 17) as f32 / 8.0 - 1.0;
+    let student = moved(&teacher, &noise, 0.02, &device);
+    let ids: Vec<i32> = (0..24).map(|i| (i * 29 + 3) % 128).collect();
+    let mut labels = next_token_labels(&ids, 8);
+    labels[9] = IGNORED;
+    let weight = 0.7;
+    let loss = |model: &Llama, weight: f32| {
+        let (target, hidden) = taught(&teacher, &ids, 3, weight);
+        let hidden = (weight > 0.0).then_some(hidden);
+        model.distill_loss(Arc::new(ids.clone()), Arc::new(labels.clone()), 3, target, 1.0, hidden)
+    };
+    let (without, with) = (loss(&student, 0.0), loss(&student, weight));
+    // The formula in f64, from the streams of both models.
+    let streams = |model: &Llama| -> Vec<Vec<f32>> {
+        model.states_and_logits(Arc::new(ids.clone()), 3).0.into_iter().map(host).collect()
+    };
+    let d = teacher.config().hidden_size;
+    let mut want = 0.0f64;
+    let (ours, theirs) = (streams(&student), streams(&teacher));
+    for (s, t) in ours.iter().zip(&theirs) {
+        let (mut error, mut size) = (0.0f64, 0.0f64);
+        for (i, (s, t)) in s.iter().zip(t).enumerate().filter(|(i, _)| labels[i / d] != IGNORED) {
+            assert!(i / d != 9 && i / d % 8 != 7);
+            error += (f64::from(*s) - f64::from(*t)).powi(2);
+            size += f64::from(*t).powi(2);
+        }
+        want += error / size / ours.len() as f64;
+    }
+    let got = f64::from(host(with.clone())[0] - host(without.clone())[0]);
+    assert!(ours.len() == teacher.config().num_hidden_layers && want > 1e-4);
+    assert!((got - f64::from(weight) * want).abs() < 1e-5 * want + 1e-6, "{got} against {want}");
+
+    // The slope along the gradient of what the hidden states add (in the loss's own f32, so a step that is not too small).
+    let (a, b) = (gradients(&student, &with.backward()), gradients(&student, &without.backward()));
+    let part: BTreeMap<String, Vec<f32>> =
+        a.into_iter().map(|(name, a)| (name.clone(), a.iter().zip(&b[&name]).map(|(a, b)| a - b).collect())).collect();
+    let norm = part.values().flatten().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+    let along = |name: &str, i: usize| (f64::from(part[name][i]) / norm) as f32;
+    let at = |step: f32| {
+        let model = moved(&student, &along, step, &device);
+        f64::from(host(loss(&model, weight))[0]) - f64::from(host(loss(&model, 0.0))[0])
+    };
+    let h = 2e-3;
+    let slope = (at(h) - at(-h)) / (2.0 * f64::from(h));
+    assert!((slope - norm).abs() < 0.01 * norm, "slope {slope}, gradient {norm}");
+    assert!(part["model.norm.weight"].iter().all(|v| v.abs() < 1e-6), "behind the last residual stream");
+}
+
+#[test]
+fn a_student_that_is_its_teacher_has_no_hidden_state_loss_and_ignored_tokens_do_not_count() {
+    let device = Device::flex().autodiff();
+    let teacher = tiny(&device);
+    let ids: Vec<i32> = (0..20).map(|i| (i * 41 + 1) % 128).collect();
+    let labels = next_token_labels(&ids, 10);
+    let (target, hidden) = taught(&teacher, &ids, 2, 3.0);
+    let loss = teacher.distill_loss(Arc::new(ids.clone()), Arc::new(labels.clone()), 2, target, 1.0, Some(hidden));
+    let grads = gradients(&teacher, &loss.backward());
+    assert_eq!(host(loss), [0.0]);
+    assert!(grads.values().flatten().all(|&g| g == 0.0));
+
+    // A second sequence without labels changes nothing (the divergence, which counts every token, is taken off), whatever
+    // the teacher says of it.
+    let student = moved(&teacher, &|_, i| (i % 5) as f32 - 2.0, 0.01, &device);
+    let part = |ids: &[i32], labels: &[i32], b: usize, spoil: bool| {
+        let mut all = [0.0f32; 2];
+        for (weight, out) in [0.0, 1.0].into_iter().zip(&mut all) {
+            let (target, mut hidden) = taught(&teacher, ids, b, weight);
+            if spoil {
+                hidden.states.iter_mut().for_each(|s| s[10 * teacher.config().hidden_size..].fill(1e3));
+            }
+            let (ids, labels) = (Arc::new(ids.to_vec()), Arc::new(labels.to_vec()));
+            *out = host(student.distill_loss(ids, labels, b, target, 1.0, Some(hidden)))[0];
+        }
+        all[1] - all[0]
+    };
+    let ignored = [labels[..10].to_vec(), vec![IGNORED; 10]].concat();
+    let alone = part(&ids[..10], &labels[..10], 1, false);
+    assert!(alone > 1e-3);
+    for spoil in [false, true] {
+        assert!((part(&ids, &ignored, 2, spoil) - alone).abs() < 1e-5 * alone + 1e-6);
+    }
+    assert!((part(&ids, &labels, 2, false) - alone).abs() > 1e-4 * alone, "with labels it does count");
+    assert_eq!(part(&ids, &[IGNORED; 20], 2, true), 0.0);
 }
 
 #[test]

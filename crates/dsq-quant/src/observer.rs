@@ -26,7 +26,7 @@ pub trait Observer {
 }
 
 /// Which observer a recipe names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum ObserverKind {
     /// Widest range ever seen.
@@ -34,6 +34,8 @@ pub enum ObserverKind {
     /// Exponential moving average of the batch ranges.
     #[default]
     MovingAverage,
+    /// The range between two percentiles of all values ever seen ([`crate::Percentile`]); above 50, at most 100.
+    Percentile(f64),
 }
 
 /// Widest range ever seen.

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 /// Bits of an f32 that name its bin: sign, exponent and 7 bits of the mantissa.
 const KEY_BITS: u32 = 16;
 const REST: u32 = 32 - KEY_BITS;
+/// Bits of a part of a count in [`Percentile::state`].
+const PART_BITS: u32 = 24;
 const SIGN: u16 = 1 << (KEY_BITS - 1);
 
 /// Collects values over batches and gives the range between two percentiles.
@@ -87,6 +89,36 @@ impl Percentile {
         }
         self.extremes = other.extremes.map_or(self.extremes, |r| widened(self.extremes, r));
         Ok(())
+    }
+
+    /// Everything seen so far as f32 numbers, for a file that holds such: nothing before the first value, else the exact
+    /// minimum and maximum, then four numbers for each bin in use, its key and its count in three parts of 24 bits, the
+    /// lowest first. These are whole numbers below 2^24, so exact.
+    pub fn state(&self) -> Vec<f32> {
+        let Some((min, max)) = self.extremes else { return Vec::new() };
+        let part = |count: u64, i: u32| (count >> (PART_BITS * i) & ((1 << PART_BITS) - 1)) as f32;
+        let bin = |(&key, &count): (&u16, &u64)| [f32::from(key), part(count, 0), part(count, 1), part(count, 2)];
+        [min, max].into_iter().chain(self.counts.iter().flat_map(bin)).collect()
+    }
+
+    /// What gave this [`Percentile::state`]; `None` when nothing can have.
+    pub fn from_state(percentile: f64, state: &[f32]) -> Option<Self> {
+        let mut out = Self::new(percentile).ok()?;
+        let [min, max, bins @ ..] = state else { return state.is_empty().then_some(out) };
+        let whole = |v: f32, most: f32| v >= 0.0 && v <= most && v.fract() == 0.0;
+        let largest = ((1u32 << PART_BITS) - 1) as f32;
+        for bin in bins.chunks(4) {
+            let &[key, low, middle, high] = bin else { return None };
+            // 24 + 24 + 16 bits are a u64.
+            let parts = whole(low, largest) && whole(middle, largest) && whole(high, f32::from(u16::MAX));
+            if !parts || !whole(key, f32::from(u16::MAX)) {
+                return None;
+            }
+            let count = [low, middle, high].iter().rev().fold(0u64, |sum, &p| sum << PART_BITS | p as u64);
+            out.counts.insert(key as u16, count);
+        }
+        out.extremes = (min <= max && (max - min).is_finite()).then_some((*min, *max));
+        (out.extremes.is_some() && out.count() > 0).then_some(out)
     }
 
     /// How many values were seen.
@@ -201,6 +233,32 @@ mod tests {
             }
         }
         assert_eq!([0.0f32, 1.0, -1.0, f32::MAX, f32::MIN].map(|x| key(middle(key(x))) == key(x)), [true; 5]);
+    }
+
+    #[test]
+    fn a_state_comes_back_and_what_cannot_be_one_is_refused() {
+        let mut p = seen(&values(5000, 3), 99.0);
+        assert_eq!(Percentile::from_state(99.0, &p.state()), Some(p.clone()));
+        assert_eq!(Percentile::from_state(99.0, &[]), Some(Percentile::new(99.0).unwrap()));
+        // Counts that no f32 holds.
+        let key = *p.counts.keys().next().unwrap();
+        for count in [1 << 24, (1 << 24) + 1, (1 << 52) + 12345, u64::MAX >> 1] {
+            p.counts.insert(key, count);
+            assert_eq!(Percentile::from_state(99.0, &p.state()).unwrap().counts[&key], count);
+        }
+        let good = seen(&[1.0, -2.0], 99.0).state();
+        assert_eq!(good.len(), 2 + 2 * 4);
+        assert!(Percentile::from_state(40.0, &good).is_none());
+        for (at, value) in
+            [(0, 5.0), (1, f32::NAN), (2, 65_536.0), (3, -1.0), (4, 0.5), (5, 65_536.0), (6, f32::INFINITY)]
+        {
+            let mut bad = good.clone();
+            bad[at] = value;
+            assert_eq!(Percentile::from_state(99.0, &bad), None, "{at}");
+        }
+        for len in [1, 2, 3, 9] {
+            assert_eq!(Percentile::from_state(99.0, &good[..len]), None, "{len} numbers");
+        }
     }
 
     #[test]

@@ -2,11 +2,12 @@
 //! that ship (`convert`), by ranges of the weights or by learned grids. Exact: what `convert` returns dequantizes to the weights of the prepared forward pass, bit
 //! for bit. Not the training loop (see `lm`).
 
-use crate::TrainError;
 use crate::adamw::ParamGroup;
-use dsq_model::Llama;
+use crate::{Adapters, TrainError};
+use burn::module::Module;
 use dsq_model::layers::Linear;
 use dsq_model::resnet::GridPart;
+use dsq_model::{Llama, Lora};
 use dsq_quant::{InputGrid, QuantConfig, QuantizedMatrix};
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
@@ -51,6 +52,33 @@ pub fn learn_grids(mut model: Llama) -> Result<Llama, TrainError> {
     }
     Ok(model)
 }
+
+/// Freezes everything and gives each prepared layer an adapter (LoRA) in its weight's place: what is put on the grid is
+/// `w + alpha / r * B A`. New ones are seeded and change nothing, because B is 0. Layers that stay in float, norms and the
+/// embedding are not trained at all.
+pub fn adapt(model: Llama, adapters: &Adapters, seed: u64) -> Llama {
+    let mut model = model.freeze_floats();
+    for (i, (_, layer)) in model.linears_mut().into_iter().enumerate() {
+        if layer.quant().is_none() {
+            *layer = layer.clone().no_grad();
+            continue;
+        }
+        let weight = layer.weight.val();
+        let (rank, alpha) = (adapters.rank, adapters.alpha as f32);
+        layer.set_lora(Lora::new(weight.dims(), rank, alpha, seed, i, &weight.device()));
+    }
+    model
+}
+
+/// Puts every adapter into its weight, for good. Codes and outputs keep every bit; the layers stay prepared.
+pub fn merge(mut model: Llama) -> Llama {
+    model.linears_mut().into_iter().for_each(|(_, layer)| layer.merge_lora());
+    model
+}
+
+/// Ends of the names under which checkpoints keep adapters.
+pub(crate) const LORA_A: &str = "lora.a";
+pub(crate) const LORA_B: &str = "lora.b";
 
 /// Ends of the parameter paths of learned grids.
 pub(crate) const GRID_SCALE: &str = "grid.scale";

@@ -141,8 +141,8 @@ fn assert_same(got: &Left, want: &Left, when: &str) {
     assert!(got.shipped == want.shipped, "{when}: what ships");
 }
 
-/// Runs with both observers and two wrong ways, and one with learned scales, distillation and the float network of equal steps.
-fn variants(dir: &Path) -> [CnnTrainConfig; 3] {
+/// Runs with every observer and two wrong ways, and one with learned scales, distillation and the float network of equal steps.
+fn variants(dir: &Path) -> [CnnTrainConfig; 4] {
     let first = config(dir);
     let second = CnnTrainConfig {
         observer: ObserverKind::MinMax,
@@ -154,10 +154,12 @@ fn variants(dir: &Path) -> [CnnTrainConfig; 3] {
         wrong_way: BnPlacement::Skipped,
         float_equal_steps: true,
         learned_scales: Some(LearnedScales { rate: 0.01 }),
-        distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
+        distill: Some(Distill { weight: 0.5, temperature: 2.0, hidden_weight: 0.0 }),
         ..first.clone()
     };
-    [first, second, third]
+    // With learned scales nothing is observed; here everything is, until ranges freeze.
+    let fourth = CnnTrainConfig { observer: ObserverKind::Percentile(97.5), ..first.clone() };
+    [first, second, third, fourth]
 }
 
 const STEPS: u64 = 24;
@@ -244,7 +246,7 @@ fn f090_a_cnn_run_is_not_resumed_with_other_settings() {
     type Change = fn(&mut CnnTrainConfig);
     let changes: [(&str, Change); 7] = [
         ("learned_scales", |c| c.learned_scales = Some(LearnedScales { rate: 0.01 })),
-        ("distill", |c| c.distill = Some(Distill { weight: 1.0, temperature: 1.0 })),
+        ("distill", |c| c.distill = Some(Distill { weight: 1.0, temperature: 1.0, hidden_weight: 0.0 })),
         ("seeds", |c| c.seeds[1] = 9),
         ("qat.learning_rate", |c| c.qat.learning_rate = 0.03),
         ("freeze_bn_step", |c| c.freeze_bn_step = 1),
@@ -301,9 +303,20 @@ fn phases_follow_from_the_settings_and_learned_scales_leave_where_they_started()
     let run = data.path().join("never");
     let e = run_cnn(&config, &groups, &run, false, false, &mut |_| panic!("no step")).unwrap_err();
     assert!(e.exit_code() == 2 && e.to_string().contains("granularity") && !run.exists(), "{e}");
-    let bad = CnnTrainConfig { learned_scales: Some(LearnedScales { rate: 1.5 }), ..config.clone() };
-    let e = train(&bad, &run, false, &mut |_| panic!("no step")).unwrap_err();
-    assert!(e.exit_code() == 2 && e.to_string().contains("qat.scale_learning_rate"), "{e}");
+    type Change = fn(&mut CnnTrainConfig);
+    let bad: [(&str, Change); 3] = [
+        ("qat.scale_learning_rate", |c| c.learned_scales = Some(LearnedScales { rate: 1.5 })),
+        ("qat.percentile: expected above 50, at most 100, got 50", |c| c.observer = ObserverKind::Percentile(50.0)),
+        ("qat.hidden_weight: expected 0 for an image model, got 0.5", |c| {
+            c.distill = Some(Distill { weight: 0.5, temperature: 1.0, hidden_weight: 0.5 });
+        }),
+    ];
+    for (words, change) in bad {
+        let mut config = config.clone();
+        change(&mut config);
+        let e = train(&config, &run, false, &mut |_| panic!("no step")).unwrap_err();
+        assert!(e.exit_code() == 2 && e.to_string().contains(words), "{e}");
+    }
 }
 
 /// Runs this binary's test `name` in `dir` and kills it after `delay` milliseconds; whether it had finished before.

@@ -37,6 +37,7 @@ fn settings() -> LmTrainConfig {
         qat: phase(20),
         distill: None,
         learned_scales: Some(LearnedScales { rate: 1e-2 }),
+        adapters: None,
         float_equal_tokens: true,
         save_every: 1,
         seed: 3,

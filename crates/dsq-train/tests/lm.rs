@@ -5,8 +5,8 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
 use dsq_train::{
-    AdamW, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, ParamGroup, Phase,
-    Progress, RunDir, TrainError, train_lm,
+    AdamW, Adapters, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, ParamGroup,
+    Phase, Progress, RunDir, TrainError, train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -119,6 +119,7 @@ fn settings() -> LmTrainConfig {
         qat: phase(6, 3e-3),
         distill: None,
         learned_scales: None,
+        adapters: None,
         float_equal_tokens: true,
         save_every: 4,
         seed: 5,
@@ -205,37 +206,103 @@ fn distillation_keeps_qat_at_its_teacher() {
         (float.iter().zip(&qat).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>(), bits(&out.float))
     };
     let plain = distance(None, dirs[0].path());
-    let distilled = distance(Some(Distill { weight: 1.0, temperature: 1.0 }), dirs[1].path());
+    let distilled = distance(Some(Distill { weight: 1.0, temperature: 1.0, hidden_weight: 0.0 }), dirs[1].path());
     assert_eq!(plain.1, distilled.1);
     // The only pull away from the teacher is the rounding.
     assert!(distilled.0 < plain.0, "{} against {}", distilled.0, plain.0);
     let lines: Vec<serde_json::Value> = log(dirs[1].path()).lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let loss = |phase: &str| lines.iter().find(|l| l["phase"] == phase).unwrap()["loss"].as_f64().unwrap();
     assert!(loss("qat") >= 0.0 && loss("qat") < 0.2 * loss("float_equal_tokens"), "{} is a divergence", loss("qat"));
-    for (weight, temperature, field) in
-        [(0.0, 1.0, "distill_weight"), (1.5, 1.0, "distill_weight"), (0.5, 0.0, "distill_temperature")]
-    {
-        let config = LmTrainConfig { distill: Some(Distill { weight, temperature }), ..settings() };
-        let e = train(dirs[0].path(), true, &config, &mut |_| Control::Continue).unwrap_err();
-        assert!(e.to_string().contains(field) || e.exit_code() == 2, "{e}");
+    // With the residual streams too, the student stays nearer still, and the loss is more than the divergence was.
+    let dir = tempfile::tempdir().unwrap();
+    let hidden = distance(Some(Distill { weight: 1.0, temperature: 1.0, hidden_weight: 1.0 }), dir.path());
+    assert_eq!(hidden.1, distilled.1);
+    assert!(hidden.0 < plain.0, "{} against {}", hidden.0, plain.0);
+    let first = |dir: &Path| {
+        let mut lines =
+            log(dir).lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()).collect::<Vec<_>>();
+        lines.retain(|l| l["phase"] == "qat");
+        lines[0]["loss"].as_f64().unwrap()
+    };
+    assert!(first(dir.path()) > first(dirs[1].path()) + 1e-4);
+    for (weight, temperature, hidden_weight, field) in [
+        (0.0, 1.0, 0.0, "qat.distill_weight"),
+        (1.5, 1.0, 0.0, "qat.distill_weight"),
+        (0.5, 0.0, 0.0, "qat.distill_temperature"),
+        (0.5, 1.0, -1.0, "qat.hidden_weight"),
+        (0.5, 1.0, f64::NAN, "qat.hidden_weight"),
+    ] {
+        let config = LmTrainConfig { distill: Some(Distill { weight, temperature, hidden_weight }), ..settings() };
+        let e = config.check(&model(), 400).unwrap_err();
+        assert!(e.to_string().starts_with(field) && e.exit_code() == 2, "{e}");
+    }
+}
+
+#[test]
+fn adapters_alone_are_trained_and_what_ships_has_them_merged() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = LmTrainConfig { adapters: Some(Adapters { rank: 4, alpha: 8.0 }), ..settings() };
+    let out = train(dir.path(), false, &config, &mut |_| Control::Continue).unwrap();
+    for ((name, float), (_, qat)) in bits(&out.float).into_iter().zip(bits(&out.qat)) {
+        assert_eq!(float == qat, !name.contains("proj"), "{name}");
+    }
+    assert!(out.qat.linears().iter().all(|(_, l)| l.lora().is_none()));
+    assert_eq!(out.quantized.len(), 14);
+    for ((name, matrix), (module, layer)) in out.quantized.iter().zip(out.qat.linears()) {
+        let effective: Vec<f32> = layer.effective_weight().into_data().try_to_vec().unwrap();
+        assert!(*name == module && effective == matrix.dequantize(), "{name}");
+    }
+    // The checkpoint holds the adapters; those of the last QAT step are what was merged.
+    let run = RunDir::open(dir.path(), &serde_json::to_value(&config).unwrap(), true, false).unwrap();
+    let tensors = run.latest().unwrap().unwrap().tensors;
+    let find = |name: String| tensors.iter().find(|t| t.name == name).unwrap();
+    let module = "model.layers.1.mlp.down_proj";
+    let [a, b] = ["a", "b"].map(|end| find(format!("qat.{module}.lora.{end}")));
+    assert_eq!((a.shape.as_slice(), b.shape.as_slice()), (&[4, 48][..], &[32, 4][..]));
+    let float = find(format!("float.{module}.weight"));
+    let merged = out.qat.named_tensors().into_iter().find(|t| t.0 == format!("{module}.weight")).unwrap().2;
+    for (i, (&w, got)) in float.data.iter().zip(merged).enumerate() {
+        let change: f64 = (0..4).map(|r| f64::from(b.data[i / 48 * 4 + r]) * f64::from(a.data[r * 48 + i % 48])).sum();
+        assert!((f64::from(w) + 2.0 * change - f64::from(got)).abs() < 1e-6, "{i}");
+    }
+    let most = "at most 16, the lesser side of model.layers.0.self_attn.k_proj (16 x 32)";
+    for (rank, alpha, words) in [
+        (0, 1.0, "qat.lora_rank: expected at least 1, got 0"),
+        (17, 1.0, &format!("qat.lora_rank: expected {most}, got 17")),
+        (4, 0.0, "qat.lora_alpha: expected a positive number, got 0"),
+    ] {
+        let config = LmTrainConfig { adapters: Some(Adapters { rank, alpha }), ..settings() };
+        let dir = tempfile::tempdir().unwrap();
+        let e = train(dir.path(), false, &config, &mut |_| Control::Continue).unwrap_err();
+        assert_eq!((e.exit_code(), e.to_string().as_str()), (2, words));
     }
 }
 
 #[test]
 fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
-    let straight = tempfile::tempdir().unwrap();
     // With distillation and learned scales, so that a resumed run must find its teacher and its grids again.
-    let config = LmTrainConfig {
-        distill: Some(Distill { weight: 0.5, temperature: 2.0 }),
+    resumes_after_every_step(&LmTrainConfig {
+        distill: Some(Distill { weight: 0.5, temperature: 2.0, hidden_weight: 0.3 }),
         learned_scales: Some(LearnedScales { rate: 1e-2 }),
         ..settings()
-    };
-    let want = all_bits(&train(straight.path(), false, &config, &mut |_| Control::Continue).unwrap());
+    });
+}
+
+#[test]
+fn c084_a_run_with_adapters_stopped_after_any_step_resumes_to_the_same_bits() {
+    let with = LmTrainConfig { adapters: Some(Adapters { rank: 3, alpha: 6.0 }), ..settings() };
+    resumes_after_every_step(&with);
+    resumes_after_every_step(&LmTrainConfig { learned_scales: Some(LearnedScales { rate: 1e-2 }), ..with });
+}
+
+fn resumes_after_every_step(config: &LmTrainConfig) {
+    let straight = tempfile::tempdir().unwrap();
+    let want = all_bits(&train(straight.path(), false, config, &mut |_| Control::Continue).unwrap());
     let want_log = log(straight.path());
     assert_eq!(want_log.lines().count(), 21);
     for stop in 1..=21 {
         let dir = tempfile::tempdir().unwrap();
-        let stopped = train(dir.path(), false, &config, &mut |p| match p.global_step == stop {
+        let stopped = train(dir.path(), false, config, &mut |p| match p.global_step == stop {
             true => Control::Stop,
             false => Control::Continue,
         });
@@ -247,7 +314,7 @@ fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
             Ok(_) => assert_eq!(stop, 21, "only a stop after the last step has nothing left to do"),
         }
         let mut first = None;
-        let got = train(dir.path(), true, &config, &mut |p| {
+        let got = train(dir.path(), true, config, &mut |p| {
             first.get_or_insert(p.global_step);
             Control::Continue
         });

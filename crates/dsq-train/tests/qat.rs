@@ -2,9 +2,9 @@
 
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::{LearnedGrid, Llama};
+use dsq_model::{LearnedGrid, Llama, Lora};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, QuantType};
-use dsq_train::{TrainError, qat};
+use dsq_train::{Adapters, NamedGradients, TrainError, qat};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -80,6 +80,103 @@ fn prepare_equals_convert_for_many_seeds_and_schemes() {
         assert_ne!(logits, plain, "quantization is visible");
         // Released, the float model is back.
         assert_eq!(host(qat::release(prepared).logits(ids.clone(), 2)), plain);
+    }
+}
+
+/// Adapters away from where they start: A as it was, B of numbers that follow from the seed.
+fn move_adapters(model: &mut Llama, rank: usize, alpha: f32, seed: u64, device: &Device) {
+    for (i, (_, layer)) in model.linears_mut().into_iter().enumerate() {
+        let Some([a, b]) = layer.lora().map(Lora::values) else { continue };
+        let value = |j: usize| ((j * 31 + i * 7 + seed as usize * 13) % 23) as f32 / 230.0 - 0.05;
+        let b = (0..b.len()).map(value).collect();
+        layer.set_lora(Lora::from_values(a, b, rank, alpha, device));
+    }
+}
+
+#[test]
+fn adapters_prepare_equals_convert_and_merging_changes_no_bit() {
+    let ids = Arc::new((0..2 * 9).map(|i| i * 7 % 60).collect::<Vec<i32>>());
+    for seed in 0..40u64 {
+        let tied = seed % 2 == 0;
+        let mut quant = w4(
+            [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(12)][seed as usize % 3],
+            &["re:.*layers\\.1\\.mlp\\.up_proj$"],
+        );
+        quant.scheme.weights.scale_dtype = FloatType::ALL[seed as usize / 3 % 3];
+        quant.scheme.weights.qtype = QuantType::INTS[seed as usize / 5 % 4];
+        quant.scheme.weights.mapping = [Mapping::Symmetric, Mapping::Asymmetric][seed as usize / 7 % 2];
+        let device = if seed % 4 < 2 { Device::flex() } else { Device::flex().autodiff() };
+        let (rank, alpha) = ([1, 2, 8, 24][seed as usize / 2 % 4], [1.0, 16.0, 0.3][seed as usize % 3]);
+        let adapters = Adapters { rank, alpha: f64::from(alpha) };
+        let plain = qat::prepare(Llama::new(&config(tied), seed, &device), &quant).unwrap();
+        let learn = |model: Llama| if seed % 3 == 1 { qat::learn_grids(model).unwrap() } else { model };
+        let (start, mut adapted) = (learn(plain.clone()), learn(qat::adapt(plain.clone(), &adapters, seed)));
+        // B is 0: the model without adapters.
+        let before = host(start.logits(ids.clone(), 2));
+        assert_eq!(host(adapted.logits(ids.clone(), 2)), before, "seed {seed}");
+        assert_eq!(qat::convert(&adapted).unwrap(), qat::convert(&start).unwrap());
+
+        move_adapters(&mut adapted, rank, alpha, seed, &device);
+        let logits = host(adapted.logits(ids.clone(), 2));
+        assert_ne!(logits, before, "adapters are visible");
+        let converted = qat::convert(&adapted).unwrap();
+        assert_eq!(converted.len(), if tied { 13 } else { 14 });
+        for (name, layer) in adapted.linears() {
+            match converted.iter().find(|c| c.0 == name) {
+                Some((_, matrix)) => {
+                    let shipped: Vec<u32> = matrix.dequantize().iter().map(|x| x.to_bits()).collect();
+                    assert_eq!(host(layer.effective_weight()), shipped, "seed {seed} {name}");
+                }
+                None => assert!(layer.lora().is_none(), "{name}"),
+            }
+        }
+        // Without its adapters the tensors are those of the float model; merged, codes and outputs stay.
+        let tensors = adapted.named_tensors();
+        assert_eq!(tensors, plain.named_tensors());
+        let merged = qat::merge(adapted);
+        assert!(merged.linears().iter().all(|(_, l)| l.lora().is_none()));
+        for ((name, _, base), (merged_name, _, merged)) in tensors.into_iter().zip(merged.named_tensors()) {
+            assert_eq!(name, merged_name);
+            assert_eq!(base != merged, converted.iter().any(|c| name.strip_suffix(".weight") == Some(&c.0)), "{name}");
+        }
+        assert_eq!(qat::convert(&merged).unwrap(), converted, "seed {seed}");
+        assert_eq!(host(merged.logits(ids.clone(), 2)), logits, "seed {seed}");
+    }
+}
+
+#[test]
+fn only_adapters_and_learned_scales_have_gradients() {
+    let device = Device::flex().autodiff();
+    let quant = w4(Granularity::PerChannel, &["lm_head", "re:.*layers\\.1\\.mlp\\.up_proj$"]);
+    let adapters = Adapters { rank: 4, alpha: 8.0 };
+    let adapted = || {
+        let model = qat::prepare(Llama::new(&config(false), 3, &device), &quant).unwrap();
+        qat::learn_grids(qat::adapt(model, &adapters, 3)).unwrap()
+    };
+    let first = |m: &Llama| -> Vec<Vec<f32>> {
+        m.linears().iter().filter_map(|(_, l)| l.lora().map(|l| l.values()[0].clone())).collect()
+    };
+    let mut model = adapted();
+    let a = first(&model);
+    assert_eq!(a, first(&adapted()), "a seed decides every bit");
+    assert!(a.iter().enumerate().all(|(i, x)| a[i + 1..].iter().all(|y| x[..8] != y[..8])), "streams of their own");
+    move_adapters(&mut model, 4, 8.0, 3, &device);
+    let ids = Arc::new((0..18).map(|i| i * 7 % 60).collect::<Vec<i32>>());
+    let grads = NamedGradients::take(&model, model.loss(ids.clone(), ids, 2, 18).backward());
+    for path in [
+        "embed_tokens.weight",
+        "norm.weight",
+        "layers.0.input_layernorm.weight",
+        "lm_head.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.1.mlp.up_proj.weight",
+        "layers.1.mlp.up_proj.lora.a",
+    ] {
+        assert!(grads.get(path).is_none(), "{path}");
+    }
+    for end in ["lora.a", "lora.b", "grid.scale"] {
+        let grad = grads.get(&format!("layers.0.self_attn.q_proj.{end}")).unwrap();
+        assert!(grad.iter().any(|g| *g != 0.0), "{end}");
     }
 }
 

@@ -144,6 +144,38 @@ fn distillation_matches_f64_and_its_gradient_the_slope() {
 }
 
 #[test]
+fn c066_a_residual_stream_is_held_against_its_target_where_there_is_a_label() {
+    let (m, d) = (70, 23);
+    let (x, target) = (uniform(m * d, 31), uniform(m * d, 32));
+    let labels: Vec<i32> = (0..m as i32).map(|i| if i % 3 == 1 { IGNORED } else { i }).collect();
+    let sums = |x: &[f64]| {
+        let mut out = [0.0f64; 2];
+        for (i, (&x, &t)) in x.iter().zip(&target).enumerate() {
+            if labels[i / d] != IGNORED {
+                out[0] += (x - f64::from(t)).powi(2);
+                out[1] += f64::from(t).powi(2);
+            }
+        }
+        out
+    };
+    let wide: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
+    for (got, want) in masked_error(&x, &target, &labels).into_iter().zip(sums(&wide)) {
+        assert!((got - want).abs() < 1e-6 * want, "{got} against {want}");
+    }
+    let dx = masked_error_gradient(&x, &target, &labels, 0.5);
+    check_gradient("residual stream", &x, &dx, &|x| 0.5 * sums(x)[0]);
+    assert!(dx.chunks(d).zip(&labels).all(|(row, l)| (*l == IGNORED) == row.iter().all(|&v| v == 0.0)));
+    // Equal streams: nothing at all. No labels: neither an error nor a size. What is not finite shows.
+    assert_eq!(masked_error(&x, &x, &labels)[0], 0.0);
+    assert!(masked_error_gradient(&x, &x, &labels, 1.0).iter().all(|&v| v == 0.0));
+    assert_eq!(masked_error(&x, &target, &vec![IGNORED; m]), [0.0; 2]);
+    assert_eq!(masked_error(&[], &[], &[]), [0.0; 2]);
+    let mut bad = x.clone();
+    bad[2] = f32::NAN;
+    assert!(masked_error(&bad, &target, &labels)[0].is_nan());
+}
+
+#[test]
 fn c066_ignored_rows_take_no_part_in_cross_entropy() {
     let (m, n) = (35, 19);
     let x: Vec<f32> = uniform(m * n, 7).iter().map(|v| v * 3.0).collect();
@@ -284,6 +316,7 @@ fn any_thread_count_gives_the_same_bits() {
             let a = Attention::forward(&x, kv, &g[..m * 32], &s, &rope);
             let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope);
             let norm = sum_of_squares(&x);
+            let distance = masked_error(&x, &g, &labels);
             (
                 bits(&out),
                 bits(&dx),
@@ -293,7 +326,7 @@ fn any_thread_count_gives_the_same_bits() {
                 bits(&a.out),
                 bits(&back.q),
                 bits(&back.k),
-                norm.to_bits(),
+                (norm.to_bits(), distance.map(f64::to_bits)),
             )
         })
     };

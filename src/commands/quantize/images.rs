@@ -6,7 +6,7 @@ use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, EfficientNetConfig, ExportTensor, ModelConfig, Proof, export_folder, printable,
 };
-use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, WeightObserver};
+use dsq_quant::{FloatType, Granularity, Mapping, Percentile, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::TrainError;
 use dsq_train::ptq::cnn::{self, CnnLayer, CnnMethod, CnnSettings};
 use serde_json::json;
@@ -23,12 +23,20 @@ pub(super) struct ImageArgs {
     /// Image models: let biases take up the mean error of each layer's outputs on --calib.
     #[arg(long)]
     correct_bias: bool,
+    /// Image models: end the ranges of activations at this percentile of their values on --calib, above 50 (default: 100, the
+    /// whole ranges).
+    #[arg(long, value_name = "P")]
+    activation_percentile: Option<f64>,
 }
 
 impl ImageArgs {
     /// The first option that was given, for a model that takes none.
     pub(super) fn given(&self) -> Option<&'static str> {
-        let options = [("--equalize", self.equalize), ("--correct-bias", self.correct_bias)];
+        let options = [
+            ("--equalize", self.equalize),
+            ("--correct-bias", self.correct_bias),
+            ("--activation-percentile", self.activation_percentile.is_some()),
+        ];
         options.into_iter().find(|(_, given)| *given).map(|(name, _)| name)
     }
 }
@@ -49,6 +57,13 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
         }
     };
     let config = quant_config(args, model)?;
+    if let Some(p) = args.images.activation_percentile {
+        Percentile::new(p).map_err(|e| CliError::usage(format!("--activation-percentile: {e}")))?;
+        if config.scheme.activations.is_none() {
+            let problem = "expected a scheme with quantized activations, as W4A8, got";
+            return Err(CliError::usage(format!("--activation-percentile: {problem} {}", args.scheme)));
+        }
+    }
     let Some(dir) = args.calibration.calib() else {
         let problem = "ranges of activations are measured on pictures; expected a folder of JPEG files, got none";
         return Err(CliError::usage(format!("--calib: {problem}"))
@@ -56,8 +71,13 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
     };
     let files = pictures::list(dir, MAX_PICTURES)?;
     let images = pictures::with_mirrored(pictures::read(&files, model)?, model.image_size);
-    let settings =
-        CnnSettings { config: &config, method, equalize: args.images.equalize, correct_bias: args.images.correct_bias };
+    let settings = CnnSettings {
+        config: &config,
+        method,
+        equalize: args.images.equalize,
+        correct_bias: args.images.correct_bias,
+        percentile: args.images.activation_percentile,
+    };
     let bar = output::progress(1, "quantize {bar:30} {pos}/{len} layers {eta}");
     let mut progress = |done: usize, total: usize| {
         bar.set_length(total as u64);
@@ -164,6 +184,7 @@ fn report(args: &Args, global: &Global, proof: &Proof, errors: &[(String, f64)],
                 "pictures": pictures,
                 "equalize": args.images.equalize,
                 "correct_bias": args.images.correct_bias,
+                "activation_percentile": args.images.activation_percentile.unwrap_or(100.0),
             },
             "rows": rows,
         });

@@ -6,11 +6,11 @@
 //! multiplication and one addition: the runtime's i32 path gives the same bits.
 
 use super::grids::{GridLeaves, best_grid, gradient_factor};
-use super::prepare::{BnPlacement, LayerPlan, Prepared};
+use super::prepare::{BnPlacement, LayerPlan, Prepared, RangeObserver};
 use super::{BN_MOMENTUM, ResNet, ops};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Gradients, Tensor, TensorData};
-use dsq_quant::{Observer, QParams, QuantArgs, QuantError, QuantizedMatrix};
+use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix};
 
 /// Which forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,13 +34,14 @@ pub enum Pass {
     QatEval,
 }
 
-/// What a pass wants to write back: the trainer gives it to [`ResNet::apply`].
+/// What a pass wants to write back: the trainer gives it to [`ResNet::apply`] before the next pass that observes, which starts
+/// from there.
 #[derive(Debug, Default)]
 pub struct Updates {
     /// Layer, batch mean, unbiased batch variance.
     norms: Vec<(usize, Vec<f32>, Vec<f32>)>,
-    /// Site and the range of this batch.
-    ranges: Vec<(usize, f32, f32)>,
+    /// Site and its observer, this batch seen.
+    observers: Vec<(usize, RangeObserver)>,
     /// Site and its grid of least squared error.
     pub(super) grids: Vec<(usize, QParams)>,
 }
@@ -136,7 +137,12 @@ impl ResNet {
             let y = run.input(block.conv2, y)?;
             let y = run.conv(block.conv2, y)?;
             let skip = match block.downsample {
-                Some(d) => run.conv(d, input)?,
+                // One tensor and one grid, unless one of the two layers stays in float.
+                Some(d) if run.plan(d)?.input == run.plan(block.conv1)?.input => run.conv(d, input)?,
+                Some(d) => {
+                    let input = run.input(d, x)?;
+                    run.conv(d, input)?
+                }
                 None => x,
             };
             x = relu(y + skip);
@@ -163,7 +169,7 @@ impl ResNet {
         Ok(y.into_data().try_into_vec::<f32>().unwrap_or_default())
     }
 
-    /// Writes running statistics and observed ranges back.
+    /// Writes running statistics and observers back.
     pub fn apply(&mut self, updates: Updates) {
         for (layer, mean, var) in updates.norms {
             if let Some(norm) = &mut self.layers[layer].norm {
@@ -175,8 +181,8 @@ impl ResNet {
             }
         }
         if let Some(prepared) = &mut self.prepared {
-            for (site, lo, hi) in updates.ranges {
-                prepared.sites[site].observer.observe(lo, hi);
+            for (site, observer) in updates.observers {
+                prepared.sites[site].observer = observer;
             }
         }
     }
@@ -231,12 +237,11 @@ impl Run<'_> {
         let Some(site) = site else { return Ok(None) };
         let Some(prepared) = self.prepared()? else { return Ok(None) };
         let args = prepared.sites[site].args;
-        let mut observer = prepared.sites[site].observer;
+        let mut observer = prepared.sites[site].observer.clone();
         let observes = matches!(self.pass, Pass::Calibrate | Pass::QatTrain { ranges_frozen: false, .. });
         if observes {
-            let (lo, hi) = ops::range(x);
-            observer.observe(lo, hi);
-            self.updates.ranges.push((site, lo, hi));
+            observer.observe(x)?;
+            self.updates.observers.push((site, observer.clone()));
         }
         if self.pass == Pass::StartGrids {
             let values = x.clone().into_data().try_into_vec::<f32>().unwrap_or_default();

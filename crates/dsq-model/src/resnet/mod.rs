@@ -14,7 +14,7 @@ mod ops;
 mod prepare;
 
 pub use forward::{Leaves, Pass, Updates};
-pub use prepare::{BnPlacement, ConvertedLayer, QatSettings, RangeObserver};
+pub use prepare::{BnPlacement, ConvertedLayer, QatSettings};
 
 use crate::Teacher;
 use burn::tensor::Tensor;

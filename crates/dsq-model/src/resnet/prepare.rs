@@ -2,10 +2,12 @@
 //! conversion to codes. Not the forward pass (see `forward.rs`).
 
 use super::grids::Grids;
-use super::{Layer, ResNet};
+use super::{Layer, ResNet, ops};
+use crate::llama::host;
+use burn::tensor::Tensor;
 use dsq_quant::{
-    MinMax, MovingAverage, Observer, ObserverKind, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme,
-    QuantizedMatrix,
+    MinMax, MovingAverage, Observer, ObserverKind, Percentile, QParams, QuantArgs, QuantConfig, QuantError,
+    QuantScheme, QuantizedMatrix,
 };
 
 /// What the observers see of batch norm.
@@ -42,41 +44,89 @@ pub struct QatSettings {
 }
 
 /// One of the observers that a recipe names.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum RangeObserver {
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum RangeObserver {
     /// Widest range.
     MinMax(MinMax),
     /// Moving average.
     MovingAverage(MovingAverage),
+    /// Between two percentiles.
+    Percentile(Percentile),
 }
 
 impl RangeObserver {
-    fn new(kind: ObserverKind, rate: f32, range: Option<(f32, f32)>) -> Self {
-        match kind {
-            ObserverKind::MinMax => {
-                let mut o = MinMax::default();
-                if let Some((lo, hi)) = range {
-                    o.observe(lo, hi);
-                }
-                RangeObserver::MinMax(o)
-            }
-            ObserverKind::MovingAverage => RangeObserver::MovingAverage(MovingAverage::with_range(rate, range)),
-        }
+    /// That has seen nothing.
+    ///
+    /// # Errors
+    /// [`QuantError::Setting`] for a percentile out of range.
+    fn new(kind: ObserverKind, rate: f32) -> Result<Self, QuantError> {
+        Ok(match kind {
+            ObserverKind::MinMax => RangeObserver::MinMax(MinMax::default()),
+            ObserverKind::MovingAverage => RangeObserver::MovingAverage(MovingAverage::new(rate)),
+            ObserverKind::Percentile(p) => RangeObserver::Percentile(Percentile::new(p)?),
+        })
     }
-}
 
-impl Observer for RangeObserver {
-    fn observe(&mut self, lo: f32, hi: f32) {
+    /// Takes the values of one batch.
+    ///
+    /// # Errors
+    /// [`QuantError::NonFinite`] where values are counted; where a range is followed such a value shows in the range.
+    pub(super) fn observe(&mut self, x: &Tensor<4>) -> Result<(), QuantError> {
+        let follow = |o: &mut dyn Observer| {
+            let (lo, hi) = ops::range(x);
+            o.observe(lo, hi);
+        };
         match self {
-            RangeObserver::MinMax(o) => o.observe(lo, hi),
-            RangeObserver::MovingAverage(o) => o.observe(lo, hi),
+            RangeObserver::MinMax(o) => follow(o),
+            RangeObserver::MovingAverage(o) => follow(o),
+            RangeObserver::Percentile(o) => return o.observe(&host(x.clone())),
         }
+        Ok(())
     }
+
     fn range(&self) -> Option<(f32, f32)> {
         match self {
             RangeObserver::MinMax(o) => o.range(),
             RangeObserver::MovingAverage(o) => o.range(),
+            RangeObserver::Percentile(o) => o.range(),
         }
+    }
+
+    /// The quantization parameters of the range so far.
+    ///
+    /// # Errors
+    /// [`QuantError::Setting`] before the first batch, or as [`QuantArgs::qparams`].
+    pub(super) fn qparams(&self, args: &QuantArgs) -> Result<QParams, QuantError> {
+        match self {
+            RangeObserver::MinMax(o) => o.qparams(args),
+            RangeObserver::MovingAverage(o) => o.qparams(args),
+            RangeObserver::Percentile(o) => o.qparams(args),
+        }
+    }
+
+    /// What a checkpoint keeps: the range `[lo, hi]`, or [`Percentile::state`]; nothing before the first batch.
+    fn state(&self) -> Vec<f32> {
+        match self {
+            RangeObserver::Percentile(o) => o.state(),
+            other => other.range().map_or(vec![], |(lo, hi)| vec![lo, hi]),
+        }
+    }
+
+    /// What gave this [`RangeObserver::state`]; `None` when nothing can have.
+    fn from_state(kind: ObserverKind, rate: f32, state: &[f32]) -> Option<Self> {
+        let range = match (kind, state) {
+            (ObserverKind::Percentile(p), _) => return Percentile::from_state(p, state).map(RangeObserver::Percentile),
+            (_, []) => None,
+            (_, &[lo, hi]) => Some((lo, hi)),
+            _ => return None,
+        };
+        let mut observer = Self::new(kind, rate).ok()?;
+        match (&mut observer, range) {
+            (RangeObserver::MinMax(o), Some((lo, hi))) => o.observe(lo, hi),
+            (RangeObserver::MovingAverage(o), _) => *o = MovingAverage::with_range(rate, range),
+            _ => {}
+        }
+        Some(observer)
     }
 }
 
@@ -116,19 +166,17 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn state(&self) -> Vec<(String, Vec<f32>)> {
-        let range = |s: &Site| s.observer.range().map_or(vec![], |(lo, hi)| vec![lo, hi]);
-        self.sites.iter().map(|s| (format!("{}.range", s.name), range(s))).collect()
+        self.sites.iter().map(|s| (format!("{}.range", s.name), s.observer.state())).collect()
     }
 
     pub(super) fn load_state<'a>(&mut self, find: impl Fn(&str) -> Option<&'a Vec<f32>>) -> Result<(), String> {
         for site in &mut self.sites {
             let name = format!("{}.range", site.name);
-            let range = match find(&name).map(Vec::as_slice) {
-                Some([]) => None,
-                Some(&[lo, hi]) => Some((lo, hi)),
-                _ => return Err(name),
-            };
-            site.observer = RangeObserver::new(self.settings.observer, self.settings.rate, range);
+            let (kind, rate) = (self.settings.observer, self.settings.rate);
+            match find(&name).and_then(|state| RangeObserver::from_state(kind, rate, state)) {
+                Some(observer) => site.observer = observer,
+                None => return Err(name),
+            }
         }
         Ok(())
     }
@@ -157,7 +205,7 @@ impl ResNet {
     ///
     /// # Errors
     /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction; [`QuantError::Setting`] for
-    /// float-coded weights, INT8 weights behind quantized activations and scales of groups, which convolutions do not have, and for learned scales where batch norm is
+    /// a percentile out of range, float-coded weights, INT8 weights behind quantized activations and scales of groups, which convolutions do not have, and for learned scales where batch norm is
     /// observed.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
@@ -166,10 +214,10 @@ impl ResNet {
         if settings.learned && settings.placement != BnPlacement::Skipped {
             return refused("learned_scales", "batch norm skipped", format!("{:?}", settings.placement));
         }
+        let unused = RangeObserver::new(settings.observer, settings.rate)?;
         let mut site = |name: String, args: QuantArgs, signed: bool| {
             sites.iter().position(|s| s.name == name).unwrap_or_else(|| {
-                let observer = RangeObserver::new(settings.observer, settings.rate, None);
-                sites.push(Site { name, args, observer, signed });
+                sites.push(Site { name, args, observer: unused.clone(), signed });
                 sites.len() - 1
             })
         };

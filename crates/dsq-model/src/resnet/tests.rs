@@ -228,7 +228,7 @@ fn folded_fake_quant_gradient_is_that_of_the_clipped_identity() {
     let i = net.blocks[0].conv1;
     let plan = net.prepared.as_ref().unwrap().layers[i].clone();
     let site = &net.prepared.as_ref().unwrap().sites[plan.input.unwrap()];
-    let p = dsq_quant::Observer::qparams(&site.observer, &site.args).unwrap();
+    let p = site.observer.qparams(&site.args).unwrap();
     let layer = &net.layers[i];
     let [n, c, _, _] = layer.shape;
     let side = 5;
@@ -356,6 +356,61 @@ fn live_statistics_do_not_move_what_folding_computes() {
     let mut updates = Updates::default();
     net.forward(&leaves, x, Pass::QatTrain { bn_frozen: true, ranges_frozen: true }, &mut updates).unwrap();
     assert!(updates.norm_layers().is_empty());
+}
+
+#[test]
+fn one_outlier_ruins_the_whole_range_and_not_the_percentile() {
+    let device = Device::flex();
+    // 32 pictures, one of which has one pixel that is no part of the picture.
+    let mut data = values(images(32, 12, 5, &device));
+    data[7 * 144 + 70] = 2000.0;
+    let clean = images(16, 12, 6, &device);
+    let calibrated = |observer: ObserverKind, batches: usize| {
+        let mut net = grown(3);
+        net.prepare(QatSettings { observer, ..settings(BnPlacement::Skipped) }).unwrap();
+        for batch in data.chunks(data.len() / batches) {
+            let mut updates = Updates::default();
+            net.logits(batch, Pass::Calibrate, &mut updates).unwrap();
+            net.apply(updates);
+        }
+        net
+    };
+    let error = |net: &ResNet| {
+        let (got, want) = (run(net, clean.clone(), Pass::QatEval), run(net, clean.clone(), Pass::FloatEval));
+        let square = |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v).powi(2)).sum::<f64>();
+        square(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / square(&mut want.iter().copied())
+    };
+    let (whole, most) = (calibrated(ObserverKind::MinMax, 1), calibrated(ObserverKind::Percentile(98.0), 1));
+    let scales = |net: &ResNet| -> Vec<f32> {
+        net.convert().unwrap().iter().filter_map(|l| l.activation.map(|(_, p)| p.scale)).collect()
+    };
+    assert!(
+        scales(&whole).iter().zip(scales(&most)).all(|(w, m)| *w > 5.0 * m),
+        "{:?} {:?}",
+        scales(&whole),
+        scales(&most)
+    );
+    assert!(error(&whole) > 3.0 * error(&most), "{} against {}", error(&whole), error(&most));
+
+    // Batches give the histogram of all pictures at once, a state gives the network it came from, and values that are not finite
+    // are refused.
+    let net = calibrated(ObserverKind::Percentile(98.0), 8);
+    assert_eq!(net.state(), most.state());
+    let mut again = grown(4);
+    again.prepare(net.settings().unwrap().clone()).unwrap();
+    again.load_state(&net.state()).unwrap();
+    assert_eq!(again.state(), net.state());
+    assert_eq!(run(&again, clean.clone(), Pass::QatEval), run(&net, clean.clone(), Pass::QatEval));
+    let mut broken = net.state();
+    let at = broken.iter().position(|(name, _)| name.ends_with(".range")).unwrap();
+    broken[at].1.pop();
+    assert_eq!(again.load_state(&broken).unwrap_err(), broken[at].0);
+    let mut bad = data.clone();
+    bad[3] = f32::NAN;
+    let e = net.logits(&bad, Pass::Calibrate, &mut Updates::default()).unwrap_err();
+    assert!(matches!(e, dsq_quant::QuantError::NonFinite { .. }), "{e}");
+    let out_of_range = QatSettings { observer: ObserverKind::Percentile(101.0), ..settings(BnPlacement::Skipped) };
+    assert!(grown(4).prepare(out_of_range).unwrap_err().to_string().contains("percentile"));
 }
 
 #[test]

@@ -137,9 +137,14 @@ impl CnnTrainConfig {
         }
         self.learned_scales.as_ref().map_or(Ok(()), LearnedScales::check)?;
         self.distill.as_ref().map_or(Ok(()), Distill::check)?;
+        let hidden = self.distill.as_ref().map_or(0.0, |d| d.hidden_weight);
+        check(hidden == 0.0, "qat.hidden_weight", "0 for an image model", hidden.to_string())?;
         check(self.calibration_batches > 0, "calibration_batches", "at least 1", "0".into())?;
         let rate = self.observer_rate;
         check(rate > 0.0 && rate <= 1.0, "observer_rate", "more than 0, at most 1", rate.to_string())?;
+        if let ObserverKind::Percentile(p) = self.observer {
+            check(p > 50.0 && p <= 100.0, "qat.percentile", "above 50, at most 100", p.to_string())?;
+        }
         check(self.save_every > 0, "save_every", "at least 1", "0".into())
     }
 

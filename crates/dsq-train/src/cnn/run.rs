@@ -155,13 +155,11 @@ impl Job<'_> {
 
     /// Observes activation ranges of the float network on training pictures, as they are.
     fn calibrate(&self, net: &mut ResNet) -> Result<(), TrainError> {
-        let mut updates = Vec::new();
         for b in 0..self.config.calibration_batches {
             let mut found = Updates::default();
             net.logits(&self.calibration_batch(b), Pass::Calibrate, &mut found).map_err(quant_error)?;
-            updates.push(found);
+            net.apply(found);
         }
-        updates.into_iter().for_each(|u| net.apply(u));
         Ok(())
     }
 

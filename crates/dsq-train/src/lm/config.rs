@@ -1,7 +1,8 @@
 //! The settings of language-model training, the checks that need no training, and the learning-rate schedule.
 
 use crate::TrainError;
-use dsq_checkpoint::LlamaConfig;
+use dsq_checkpoint::{LlamaConfig, ModelConfig};
+use dsq_quant::QuantConfig;
 use serde::{Deserialize, Serialize};
 
 /// One phase.
@@ -40,6 +41,9 @@ pub struct LmTrainConfig {
     /// Trains the scales and zero points of the QAT phase as parameters of their own (LSQ, LSQ+); `None`: they follow the
     /// ranges of the weights.
     pub learned_scales: Option<LearnedScales>,
+    /// Trains adapters in the place of weights in the QAT phase (LoRA); `None`: the weights themselves, and all else.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapters: Option<Adapters>,
     /// Whether to train the float model of equal tokens.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints (one is also written at the end of each phase).
@@ -57,6 +61,16 @@ pub struct LearnedScales {
     pub rate: f64,
 }
 
+/// Low-rank adapters: a quantized layer works with `w + alpha / rank * B A` on its grid, and only A and B are trained.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Adapters {
+    /// Rows of A and columns of B, at least 1.
+    pub rank: usize,
+    /// Size of the change, positive.
+    pub alpha: f64,
+}
+
 /// How much of the QAT loss is distillation from the float model that QAT starts from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -65,6 +79,14 @@ pub struct Distill {
     pub weight: f64,
     /// Temperature of both models' predictions.
     pub temperature: f64,
+    /// Weight of the squared distance of the residual streams after each layer, beside the rest of the loss; language models
+    /// only. 0: none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub hidden_weight: f64,
+}
+
+fn is_zero(v: &f64) -> bool {
+    *v == 0.0
 }
 
 impl LearnedScales {
@@ -78,6 +100,25 @@ impl LearnedScales {
         }
         let (field, expected) = ("qat.scale_learning_rate".into(), "more than 0, less than 1".into());
         Err(TrainError::Setting { field, expected, got: self.rate.to_string() })
+    }
+}
+
+impl Adapters {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] naming the recipe's key.
+    fn check(&self) -> Result<(), TrainError> {
+        let refuse = |field: &str, expected: &str, got: String| {
+            Err(TrainError::Setting { field: field.into(), expected: expected.into(), got })
+        };
+        if self.rank == 0 {
+            return refuse("qat.lora_rank", "at least 1", "0".into());
+        }
+        if !(self.alpha.is_finite() && self.alpha > 0.0) {
+            return refuse("qat.lora_alpha", "a positive number", self.alpha.to_string());
+        }
+        Ok(())
     }
 }
 
@@ -96,6 +137,9 @@ impl Distill {
         }
         if !(self.temperature.is_finite() && self.temperature >= 0.01) {
             return refuse("distill_temperature", "a finite number of at least 0.01", self.temperature);
+        }
+        if !(self.hidden_weight.is_finite() && self.hidden_weight >= 0.0) {
+            return refuse("hidden_weight", "a finite number of at least 0", self.hidden_weight);
         }
         Ok(())
     }
@@ -156,10 +200,29 @@ impl LmTrainConfig {
         self.qat.check("qat", model, tokens)?;
         self.distill.as_ref().map_or(Ok(()), Distill::check)?;
         self.learned_scales.as_ref().map_or(Ok(()), LearnedScales::check)?;
+        self.adapters.as_ref().map_or(Ok(()), Adapters::check)?;
         if self.save_every == 0 {
             let (expected, got) = ("at least 1".into(), "0".into());
             return Err(TrainError::Setting { field: "train.save_every".into(), expected, got });
         }
         Ok(())
+    }
+
+    /// Checks what is trained against the layers that `quant` names.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] for a rank above the lesser side of a quantized layer (the smallest one is named).
+    pub fn check_quant(&self, model: &LlamaConfig, quant: &QuantConfig) -> Result<(), TrainError> {
+        let Some(Adapters { rank, .. }) = self.adapters else { return Ok(()) };
+        let linears = ModelConfig::Llama(model.clone()).linears().into_iter();
+        let quantized = linears.filter(|l| quant.scheme_for(&l.module).is_some());
+        match quantized.min_by_key(|l| l.n().min(l.k())) {
+            Some(l) if l.n().min(l.k()) < rank => {
+                let (most, module, n, k) = (l.n().min(l.k()), &l.module, l.n(), l.k());
+                let expected = format!("at most {most}, the lesser side of {module} ({n} x {k})");
+                Err(TrainError::Setting { field: "qat.lora_rank".into(), expected, got: rank.to_string() })
+            }
+            _ => Ok(()),
+        }
     }
 }

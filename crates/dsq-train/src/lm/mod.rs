@@ -5,16 +5,16 @@ mod config;
 mod data;
 mod speed;
 
-pub use config::{Distill, LearnedScales, LmPhase, LmTrainConfig};
+pub use config::{Adapters, Distill, LearnedScales, LmPhase, LmTrainConfig};
 pub use speed::{StepTimes, time_steps};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GRID_SCALE, GRID_ZERO, GridRates};
+use crate::qat::{GRID_SCALE, GRID_ZERO, GridRates, LORA_A, LORA_B};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::{LearnedGrid, Llama, Teacher};
+use dsq_model::{HiddenTarget, LearnedGrid, Llama, Lora, Teacher};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -78,7 +78,7 @@ pub struct Progress {
 pub struct LmOutcome {
     /// After the float phase.
     pub float: Llama,
-    /// After the QAT phase, fake quantization switched on. [`qat::release`] gives its master weights as a float model.
+    /// After the QAT phase, fake quantization switched on, adapters merged into the weights. [`qat::release`] gives its master weights as a float model.
     pub qat: Llama,
     /// After float training with the tokens of the QAT phase.
     pub float_equal_tokens: Option<Llama>,
@@ -109,6 +109,7 @@ pub fn train_lm(
     on_step: &mut dyn FnMut(&Progress) -> Control,
 ) -> Result<LmOutcome, TrainError> {
     config.check(model, tokens.len())?;
+    config.check_quant(model, quant)?;
     if let Some((at, t)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= model.vocab_size) {
         let expected = format!("tokens below vocab_size = {}", model.vocab_size);
         return Err(TrainError::Setting { field: "data.train".into(), expected, got: format!("{t} at token {at}") });
@@ -123,7 +124,7 @@ pub fn train_lm(
         || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
     let float = released(&lm.float)?.ok_or_else(missing)?;
     let trained = lm.qat.as_deref().ok_or_else(missing)?;
-    let prepared = lm.prepared(rebuild(model, trained, &device())?, trained)?;
+    let prepared = qat::merge(lm.prepared(rebuild(model, trained, &device())?, trained)?);
     let quantized = qat::convert(&prepared)?;
     let float_equal_tokens = match config.float_equal_tokens {
         true => Some(released(&lm.equal)?.ok_or_else(missing)?),
@@ -202,14 +203,22 @@ impl<'a> Trainer<'a> {
         Ok(this)
     }
 
-    /// A model under fake quantization, with learned grids where the settings ask for them: those among `tensors`, else new
-    /// ones.
+    /// A model under fake quantization, with adapters and learned grids where the settings ask for them: those among
+    /// `tensors`, else new ones.
     fn prepared(&self, model: Llama, tensors: &[StateTensor]) -> Result<Llama, TrainError> {
         let mut model = qat::prepare(model, self.quant)?;
+        let find = |name: String| tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
+        if let Some(adapters) = &self.config.adapters {
+            model = qat::adapt(model, adapters, self.config.seed);
+            for (module, layer) in model.linears_mut() {
+                if let (Some(a), Some(b)) = (find(format!("{module}.{LORA_A}")), find(format!("{module}.{LORA_B}"))) {
+                    layer.set_lora(Lora::from_values(a, b, adapters.rank, adapters.alpha as f32, &device()));
+                }
+            }
+        }
         if self.config.learned_scales.is_none() {
             return Ok(model);
         }
-        let find = |name: String| tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
         for (module, layer) in model.linears_mut() {
             match find(format!("{module}.{GRID_SCALE}")) {
                 Some(scale) => {
@@ -313,9 +322,14 @@ impl<'a> Trainer<'a> {
         let (ids, labels, b) = (Arc::new(ids), Arc::new(labels), phase.batch_size);
         let loss = match (&self.teacher, &self.config.distill) {
             (Some(teacher), Some(d)) => {
-                let logits = teacher.logits(ids.clone(), b).into_data().try_into_vec::<f32>().expect("models are f32");
-                let teacher = Teacher { logits: Arc::new(logits), temperature: d.temperature as f32 };
-                self.model.distill_loss(ids, labels, b, teacher, d.weight as f32)
+                let host = |t: Tensor<3>| t.into_data().try_into_vec::<f32>().expect("models are f32");
+                let (states, logits) = teacher.states_and_logits(ids.clone(), b);
+                let hidden = (d.hidden_weight > 0.0).then(|| HiddenTarget {
+                    states: states.into_iter().map(host).collect(),
+                    weight: d.hidden_weight as f32,
+                });
+                let teacher = Teacher { logits: Arc::new(host(logits)), temperature: d.temperature as f32 };
+                self.model.distill_loss(ids, labels, b, teacher, d.weight as f32, hidden)
             }
             _ => {
                 let count = labels.len();
@@ -392,28 +406,37 @@ impl<'a> Trainer<'a> {
 }
 
 /// Whether the checkpoints to come have room: three at the worst moment (two kept, one being written), each with the
-/// weights, two moments, and the results of the phases that are over.
+/// weights, two moments, and the results of the phases that are over; adapters, where there are such, have moments of their own
+/// and lie in two of these.
 fn check_space(model: &LlamaConfig, config: &LmTrainConfig, run: &RunDir) -> Result<(), TrainError> {
     let matrices = ModelConfig::Llama(model.clone()).linears();
     let weights: u64 = matrices.iter().map(|l| l.n() as u64 * l.k() as u64).sum::<u64>()
         + model.vocab_size as u64 * model.hidden_size as u64
         + (2 * model.num_hidden_layers as u64 + 1) * model.hidden_size as u64;
+    let rank = config.adapters.as_ref().map_or(0, |a| a.rank as u64);
+    let adapters: u64 = matrices.iter().map(|l| (l.n() + l.k()) as u64 * rank).sum();
     let copies = if config.float_equal_tokens { 6 } else { 5 };
     let missing = 3u64.saturating_sub(run.steps()?.len() as u64);
-    Ok(dsq_checkpoint::check_space(run.path(), missing * copies * 4 * weights)?)
+    Ok(dsq_checkpoint::check_space(run.path(), missing * 4 * (copies * weights + 4 * adapters))?)
 }
 
 fn device() -> Device {
     Device::flex().autodiff()
 }
 
-/// The tensors of a model and its learned grids.
+/// The tensors of a model, its adapters and its learned grids.
 fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
     let mut out: Vec<StateTensor> = model
         .named_tensors()
         .into_iter()
         .map(|(name, shape, data)| StateTensor { name: format!("{prefix}{name}"), shape, data })
         .collect();
+    for (module, lora) in model.linears().into_iter().filter_map(|(m, l)| Some((m, l.lora()?))) {
+        let shapes = [lora.a.dims(), lora.b.dims()];
+        for ((end, data), shape) in [LORA_A, LORA_B].into_iter().zip(lora.values()).zip(shapes) {
+            out.push(StateTensor { name: format!("{prefix}{module}.{end}"), shape: shape.to_vec(), data });
+        }
+    }
     for (module, grid) in model.linears().into_iter().filter_map(|(m, l)| Some((m, l.grid()?))) {
         let (scale, zero) = grid.values();
         for (end, data) in [(GRID_SCALE, Some(scale)), (GRID_ZERO, zero)] {

@@ -26,7 +26,7 @@ pub struct StepTimes {
 }
 
 /// Times `steps` steps of the QAT phase's size, forward, backward and update, of a new model with and without fake
-/// quantization (learned scales as `config` says; cross-entropy in both, so that no teacher runs). They take turns, and
+/// quantization (learned scales and adapters as `config` says; cross-entropy in both, so that no teacher runs). They take turns, and
 /// the one that goes first changes each time.
 ///
 /// # Errors
@@ -39,6 +39,7 @@ pub fn time_steps(
     steps: usize,
 ) -> Result<StepTimes, TrainError> {
     config.check(model, tokens.len())?;
+    config.check_quant(model, quant)?;
     let steps = steps + WARM_UP;
     let phase = LmPhase { steps, warmup_steps: config.qat.warmup_steps.min(steps), ..config.qat.clone() };
     let config = LmTrainConfig { float: phase.clone(), qat: phase.clone(), distill: None, ..config.clone() };

@@ -272,7 +272,7 @@ impl Run<'_> {
             let logits = teacher.logits(ids.clone(), b).into_data().try_into_vec::<f32>().expect("models are f32");
             let labels = Arc::new(vec![dsq_model::IGNORED; ids.len()]);
             let target = Teacher { logits: Arc::new(logits), temperature: 1.0 };
-            let loss = student.distill_loss(ids, labels, b, target, 1.0);
+            let loss = student.distill_loss(ids, labels, b, target, 1.0, None);
             let (trained, value) = tuner.step(student, loss, step)?;
             student = trained;
             losses.push(value);

@@ -8,8 +8,8 @@
 use super::{Calibration, device, values};
 use crate::TrainError;
 use burn::tensor::Tensor;
-use dsq_checkpoint::{Checkpoint, ModelConfig};
-use dsq_model::{Layer, Llama, ModelError, Sequences, Teacher};
+use dsq_checkpoint::Checkpoint;
+use dsq_model::{Layer, Llama, Teacher};
 use dsq_quant::{InputGrid, QuantConfig, QuantScheme};
 use std::sync::Arc;
 
@@ -46,23 +46,16 @@ pub fn sensitivity(
     calibration: &Calibration,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<Sensitivity>, TrainError> {
-    let ModelConfig::Llama(architecture) = checkpoint.config() else {
-        let got = format!("{:?}", checkpoint.config());
-        return Err(ModelError::Architecture { expected: "llama", got }.into());
-    };
     let common =
         |module: &str| config.scheme_for(module).is_some() && !config.overrides.iter().any(|(p, _)| p.matches(module));
     let float = Llama::from_checkpoint(checkpoint, &device())?;
     let ids = Arc::new(calibration.batches().next().unwrap_or_default());
     let b = ids.len() / calibration.context().max(1);
-    let batch = Sequences::new(architecture, b, calibration.context());
-    let mut stream = vec![float.embed(ids, b)];
-    for layer in float.layers() {
-        let x = stream.last().cloned().map(|x| layer.forward(x, &batch));
-        stream.extend(x);
-    }
-    let logits = stream.last().map(|x| values(float.logits_of(x.clone()))).unwrap_or_default();
-    let teacher = Teacher { logits: Arc::new(logits), temperature: 1.0 };
+    let (batch, x) = float.embedded(ids.clone(), b);
+    let (states, logits) = float.states_and_logits(ids, b);
+    // What each layer sees.
+    let stream: Vec<Tensor<3>> = [x].into_iter().chain(states).collect();
+    let teacher = Teacher { logits: Arc::new(values(logits)), temperature: 1.0 };
 
     let mut table: Vec<Sensitivity> = Vec::new();
     for (i, layer) in float.layers().iter().enumerate() {

@@ -13,7 +13,7 @@ mod round;
 use crate::TrainError;
 use dsq_checkpoint::{Checkpoint, ConvLayer, EfficientNetConfig, ModelConfig};
 use dsq_kernels::conv::{SameConv, affine_forward, code_values, mean_pool, min_max};
-use dsq_quant::{Granularity, QParams, QuantArgs, QuantConfig, QuantError, QuantizedMatrix};
+use dsq_quant::{Granularity, Percentile, QParams, QuantArgs, QuantConfig, QuantError, QuantizedMatrix};
 use round::Fitted;
 
 /// How codes are chosen.
@@ -36,6 +36,8 @@ pub struct CnnSettings<'a> {
     pub equalize: bool,
     /// Whether biases take up the mean error of a layer's outputs.
     pub correct_bias: bool,
+    /// Takes the ranges of activations between two percentiles (above 50, at most 100); `None`: the whole ranges.
+    pub percentile: Option<f64>,
 }
 
 /// A layer as it ships.
@@ -191,8 +193,18 @@ impl Walk<'_> {
         let activation = match scheme.and_then(|s| s.activations) {
             None => None,
             Some(args) => {
-                let (lo, hi) = min_max(&self.quantized);
-                Some((args, args.qparams(lo, hi)?))
+                let grid = match self.settings.percentile {
+                    None => {
+                        let (lo, hi) = min_max(&self.quantized);
+                        args.qparams(lo, hi)?
+                    }
+                    Some(percentile) => {
+                        let mut observer = Percentile::new(percentile)?;
+                        observer.observe(&self.quantized)?;
+                        observer.qparams(&args)?
+                    }
+                };
+                Some((args, grid))
             }
         };
         // What the layer reads: integers, of which one is worth `step`.
