@@ -4,6 +4,7 @@
 
 mod calibrated;
 mod images;
+mod kv_cache;
 
 use calibrated::Calibrated;
 
@@ -46,6 +47,10 @@ pub struct Args {
     method: Method,
     #[command(flatten)]
     calibration: calibrated::CalibrationArgs,
+    /// Codes in which the KV cache holds keys and values, on scales found in --calib, one for the keys and one for the values of a
+    /// layer (language models) [default: none, they stay in float].
+    #[arg(long, value_enum, value_name = "int8|fp8")]
+    kv_cache: Option<kv_cache::KvCacheName>,
     #[command(flatten)]
     images: images::ImageArgs,
     /// Store a zero point for each scale.
@@ -116,16 +121,17 @@ struct Layer {
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     // All that can be known without reading a weight comes first; of an image model also rounding takes --calib.
     if args.method != Method::Rtn {
-        args.calibration.check(args.method)?;
+        args.calibration.check(args.method, args.kv_cache.is_some())?;
     }
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
     if let ModelConfig::EfficientNet(model) = ckpt.config() {
         args.calibration.check_images()?;
+        kv_cache::check_images(args.kv_cache)?;
         return images::run(&args, global, &ckpt, model);
     }
-    args.calibration.check(args.method)?;
+    args.calibration.check(args.method, args.kv_cache.is_some())?;
     if let Some(option) = args.images.given() {
         return Err(CliError::usage(format!("{option}: only for image models; expected no such option, got it")));
     }
@@ -136,12 +142,19 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let (layers, norms, about, trained) = match args.method {
-        Method::Rtn => (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), None, None),
-        Method::Gptq | Method::Awq | Method::Blockwise => {
-            let text = args.calibration.read(&ckpt)?;
+    // Before any work, where it is needed at all.
+    let text = match (args.method, args.kv_cache) {
+        (Method::Rtn, None) => None,
+        _ => Some(args.calibration.read(&ckpt)?),
+    };
+    let (layers, norms, mut about, trained) = match (args.method, &text) {
+        (Method::Rtn, _) | (_, None) => {
+            let about = text.as_ref().map(|t| t.about(args.method));
+            (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), about, None)
+        }
+        (Method::Gptq | Method::Awq | Method::Blockwise, Some(text)) => {
             let Calibrated { layers, norms, trained } =
-                calibrated::quantize(&args, global, &ckpt, &config, &specs, &text)?;
+                calibrated::quantize(&args, global, &ckpt, &config, &specs, text)?;
             let mut about = text.about(args.method);
             if let (Some(trained), Some(about)) = (&trained, about.as_object_mut()) {
                 about.extend(trained.about().as_object().cloned().unwrap_or_default());
@@ -156,8 +169,15 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let floats = float_tensors(&args, &ckpt, &specs, &norms)?;
     tensors.extend(norms);
     tensors.extend(floats);
+    let mut notes = trained.map(|t| t.notes()).unwrap_or_default();
+    if let Some(text) = &text {
+        let cache = kv_cache::grids(global, &model, &config, &tensors, text)?;
+        notes.extend(kv_cache::note(&cache));
+        kv_cache::tell(&cache, about.as_mut());
+        tensors.extend(cache);
+    }
     let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
-    report(&args, global, &proof, &degenerate, &fits, about, trained.map(|t| t.notes()).unwrap_or_default());
+    report(&args, global, &proof, &degenerate, &fits, about, notes);
     Ok(0)
 }
 
@@ -209,6 +229,7 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
     for text in &args.overrides {
         config.overrides.push(read_override(args, text, granularity, scale_dtype)?);
     }
+    config.kv_cache = args.kv_cache.map(kv_cache::KvCacheName::scheme).transpose()?;
     if let ModelConfig::Llama(c) = model {
         c.tie_word_embeddings &= config.scheme_for("lm_head").is_none();
     }

@@ -192,8 +192,16 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
         return false;
     }
     let last = name.rsplit('.').next().unwrap_or_default();
-    let parts =
-        ["weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "input_scale", "k_scale", "v_scale"];
+    let parts = [
+        "weight_packed",
+        "weight_scale",
+        "weight_global_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "input_scale",
+        "k_scale",
+        "v_scale",
+    ];
     if parts.contains(&last) || last == "input_global_scale" {
         problems.push((name.into(), "quantization tensor that quantization_config does not call for".into()));
         return false;

@@ -6,7 +6,7 @@ use crate::kv_cache;
 use crate::packed::{DiskFormat, pack};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::{Pending, check_pending, file_size, sort};
-use crate::tensor::{conversion_loss, float_bytes};
+use crate::tensor::{conversion_loss, float_bytes, floats_from_bytes};
 use crate::write::FolderWriter;
 use crate::{Checkpoint, CheckpointError, Dtype, LinearWeight, ModelConfig, NamedTensor, TensorData};
 use dsq_quant::{FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
@@ -80,6 +80,23 @@ pub enum ExportTensor {
         /// Scheme and scales.
         grid: KvGrid,
     },
+}
+
+impl ExportTensor {
+    /// What a reader of the export gets of the tensor `name`, row major: rounded to its stored dtype, or the values of its codes.
+    /// `None` for another tensor or one that is no float.
+    pub fn values_of(&self, name: &str) -> Option<Vec<f32>> {
+        match self {
+            Self::Float { name: n, data, dtype, .. } | Self::Rescaled { name: n, data, dtype, .. } if n == name => {
+                Some(data.iter().map(|&x| dtype.round(x)).collect())
+            }
+            Self::Copy { name: n, dtype, bytes, .. } if n == name => Some(floats_from_bytes(bytes, dtype.float()?)),
+            Self::Linear { module, matrix, .. } if name.strip_suffix(".weight") == Some(module.as_str()) => {
+                Some(matrix.dequantize())
+            }
+            _ => None,
+        }
+    }
 }
 
 /// What is known of a weight before it was quantized or rescaled.

@@ -25,7 +25,8 @@ pub(crate) fn from_value(value: &Value, file: &Path) -> Result<QuantArgs, Checkp
     let f = Fields::new(value, file, "quantization_config.kv_cache_scheme")?;
     let args = parse_args(&f, false)?;
     // The reader of weights knows more forms; of a cache there is one.
-    args.check_kv_cache().map_err(|e| CheckpointError::invalid(file, "quantization_config.kv_cache_scheme", e.to_string()))?;
+    args.check_kv_cache()
+        .map_err(|e| CheckpointError::invalid(file, "quantization_config.kv_cache_scheme", e.to_string()))?;
     Ok(args)
 }
 

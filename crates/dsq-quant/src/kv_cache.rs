@@ -62,7 +62,8 @@ impl KvGrid {
     /// What is wrong with a stored scale, in words; `None`: nothing. It must be positive, and every code times it finite.
     pub fn scale_problem(args: &QuantArgs, scale: f32) -> Option<String> {
         let largest = f32::MAX / -(args.qtype.qmin() as f32);
-        (!(scale > 0.0 && scale <= largest)).then(|| format!("expected a positive number up to {largest:e}, got {scale}"))
+        (!(scale > 0.0 && scale <= largest))
+            .then(|| format!("expected a positive number up to {largest:e}, got {scale}"))
     }
 
     /// Puts values on a grid of this scheme, as a cache that stores their codes gives them back. A value that is not finite

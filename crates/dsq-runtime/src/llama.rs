@@ -289,7 +289,9 @@ fn expect_finite(layer: usize, position: usize, k: &[f32], v: &[f32]) -> Result<
     match k.iter().chain(v).find(|x| !x.is_finite()) {
         None => Ok(()),
         Some(&value) => Err(RuntimeError::Numerics {
-            what: format!("model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"),
+            what: format!(
+                "model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"
+            ),
             value,
         }),
     }

@@ -50,7 +50,9 @@ fn attend_on(isa: Isa, cache: &LayerCache, q: &[f32], heads: usize, past: usize,
     assert!(past + m <= cache.capacity(), "positions: within the cache");
     let tiles = m.div_ceil(TILE);
     let (keys, values, scales) = match &cache.store {
-        Store::Floats { keys, values } => (keys.as_slice().as_ptr().cast(), values.as_slice().as_ptr().cast(), [1.0; 2]),
+        Store::Floats { keys, values } => {
+            (keys.as_slice().as_ptr().cast(), values.as_slice().as_ptr().cast(), [1.0; 2])
+        }
         Store::Codes { grid, keys, values } => (keys.as_ptr(), values.as_ptr(), [grid.k.scale, grid.v.scale]),
     };
     let (keys, values): (*const u8, *const u8) = (keys, values);
@@ -196,11 +198,35 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
         let values = (job.values as *const u8).add(kv * c.capacity() * padded * F::BYTES);
         let mut at = 0;
         while at + 4 * LANES <= padded {
-            mix::<S, F, R, 4>(scores, stride, values.add(at * F::BYTES), padded, seen, &sums, job, head, first, at, out);
+            mix::<S, F, R, 4>(
+                scores,
+                stride,
+                values.add(at * F::BYTES),
+                padded,
+                seen,
+                &sums,
+                job,
+                head,
+                first,
+                at,
+                out,
+            );
             at += 4 * LANES;
         }
         while at < padded {
-            mix::<S, F, R, 1>(scores, stride, values.add(at * F::BYTES), padded, seen, &sums, job, head, first, at, out);
+            mix::<S, F, R, 1>(
+                scores,
+                stride,
+                values.add(at * F::BYTES),
+                padded,
+                seen,
+                &sums,
+                job,
+                head,
+                first,
+                at,
+                out,
+            );
             at += LANES;
         }
     }

@@ -157,8 +157,7 @@ fn codes_give_the_bits_of_floats_on_their_grid() {
 fn every_code_is_stored_and_read() {
     for qtype in TYPES {
         let grid = grid(qtype, 3.0, 0.01);
-        let codes: Vec<u8> =
-            (0..=255).filter(|&c| qtype == QuantType::Int8 || MiniFloat::E4M3.is_finite(c)).collect();
+        let codes: Vec<u8> = (0..=255).filter(|&c| qtype == QuantType::Int8 || MiniFloat::E4M3.is_finite(c)).collect();
         let d = codes.len();
         assert_eq!(d, if qtype == QuantType::Int8 { 256 } else { 254 });
         let value = |p| codes.iter().map(|&c| grid.args.dequantize(c as i8, p)).collect::<Vec<f32>>();

@@ -215,12 +215,12 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
             (scaled(b * t * heads * d, 8), scaled(b * t * kv_heads * d, 9), scaled(b * t * kv_heads * d, 10));
         let g = uniform(q.len(), 11);
         let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
-        let run = Attention::forward(&q, &k, &v, &s, &rope);
+        let run = Attention::forward([&q, &k, &v], &s, &rope, None);
         let want = reference_attention(&wide(&q), &wide(&k), &wide(&v), &s, 100.0);
         for (a, b) in run.out.iter().zip(&want) {
             assert!((f64::from(*a) - b).abs() < 4e-6, "{a} {b}");
         }
-        let d = run.backward(&g, [&q, &k, &v], &s, &rope);
+        let d = run.backward(&g, [&q, &k, &v], &s, &rope, None);
         let loss = |o: Vec<f64>| o.iter().zip(&g).map(|(o, &g)| o * f64::from(g)).sum::<f64>();
         let (q64, k64, v64) = (wide(&q), wide(&k), wide(&v));
         check_gradient("v", &v, &d.v, &|v| loss(reference_attention(&q64, &k64, v, &s, 100.0)));
@@ -281,8 +281,8 @@ fn any_thread_count_gives_the_same_bits() {
             let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32 };
             let rope = Rope::new(100, 32, 1e4);
             let kv = &x[..m * 32];
-            let a = Attention::forward(&x, kv, &g[..m * 32], &s, &rope);
-            let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope);
+            let a = Attention::forward([&x, kv, &g[..m * 32]], &s, &rope, None);
+            let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope, None);
             let norm = sum_of_squares(&x);
             (
                 bits(&out),

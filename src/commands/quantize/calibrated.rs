@@ -22,7 +22,7 @@ const DEFAULT_CONTEXT: usize = 512;
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq, awq and blockwise, UTF-8, of the kind that the model will see; for image models a folder of
+    /// Text for --method gptq, awq and blockwise and for --kv-cache, UTF-8, of the kind that the model will see; for image models a folder of
     /// JPEG files, with every method. What is measured on it afterwards says little.
     #[arg(long, value_name = "FILE|DIR")]
     calib: Option<PathBuf>,
@@ -62,6 +62,11 @@ pub(super) struct Text {
 }
 
 impl Text {
+    /// The windows.
+    pub(super) fn calibration(&self) -> &Calibration {
+        &self.calibration
+    }
+
     /// For `--json`.
     pub(super) fn about(&self, method: Method) -> Value {
         json!({
@@ -116,8 +121,8 @@ impl CalibrationArgs {
     /// What can be known without opening a file.
     ///
     /// # Errors
-    /// Exit code 2 for a method without text, or text without such a method.
-    pub(super) fn check(&self, method: Method) -> Result<(), CliError> {
+    /// Exit code 2 for a method or a KV cache (`kv_cache`) without text, or text without such.
+    pub(super) fn check(&self, method: Method, kv_cache: bool) -> Result<(), CliError> {
         let method_name = name(method);
         let training = [
             ("--epochs", self.epochs.is_some()),
@@ -139,6 +144,11 @@ impl CalibrationArgs {
             return Err(CliError::usage(format!("--awq-scales: {problem}")));
         }
         match (method, &self.calib) {
+            (Method::Rtn, None) if kv_cache => Err(CliError::usage(
+                "--calib: --kv-cache finds the scales of keys and values on text; expected a file, got none",
+            )
+            .with_hint("give --calib FILE, text of the kind that the model will see")),
+            (Method::Rtn, Some(_)) if kv_cache => Ok(()),
             (Method::Rtn, _) => {
                 let given = [
                     ("--calib", self.calib.is_some()),
@@ -147,7 +157,7 @@ impl CalibrationArgs {
                 ];
                 match given.iter().find(|(_, given)| *given) {
                     Some((option, _)) => Err(CliError::usage(format!(
-                        "{option}: rounding to nearest looks at no text; expected --method gptq, awq or blockwise, got rtn"
+                        "{option}: rounding to nearest looks at no text; expected --method gptq, awq or blockwise, or --kv-cache, got rtn"
                     ))),
                     None => Ok(()),
                 }
