@@ -99,6 +99,22 @@ mod tests {
         assert!(x[4].is_nan() && x[5].is_nan());
     }
 
+    /// The worked example of docs/numerics.md.
+    #[test]
+    fn the_worked_example_holds() {
+        let [int8, fp8] = both();
+        let codes = |args: QuantArgs, p, x: [f32; 4]| x.map(|x| args.quantize(x, p) as u8);
+        let p = KvGrid::from_absmax(int8, 2.55, 0.0).unwrap().k;
+        assert_eq!(codes(int8, p, [1.0, -0.013, 2.55, -2.55]), [50, -1i8 as u8, 127, 0x80]);
+        let g = KvGrid::from_absmax(fp8, 0.0, 2.24).unwrap();
+        let mut x = [0.9, -0.01, 0.0003, 3.0];
+        assert_eq!(codes(fp8, g.v, x), [0x73, 0xc0, 0x17, 0x7e]);
+        g.round(g.v, &mut x);
+        for (x, want) in x.iter().zip([0.88, -0.01, 0.000_292_97, 2.24]) {
+            assert!((x - want).abs() <= 1e-5 * want.abs(), "{x} {want}");
+        }
+    }
+
     #[test]
     fn what_is_no_scheme_or_scale_of_a_cache_is_refused() {
         for qtype in [QuantType::Int4, QuantType::Fp8E5M2, QuantType::Fp4E2M1] {

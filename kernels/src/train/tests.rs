@@ -2,6 +2,7 @@
 
 use super::exp::exp;
 use super::*;
+use dsq_quant::{KvGrid, QuantArgs, QuantType};
 
 pub(super) fn uniform(n: usize, seed: u64) -> Vec<f32> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -228,6 +229,51 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
             check_gradient("q", &q, &d.q, &|q| loss(reference_attention(q, &k64, &v64, &s, 100.0)));
             check_gradient("k", &k, &d.k, &|k| loss(reference_attention(&q64, k, &v64, &s, 100.0)));
         }
+    }
+}
+
+/// Attention over keys and values on a grid is what inference computes over a cache of their codes, and the gradient takes the
+/// rounded ones for what they are.
+#[test]
+fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
+    use crate::attention::{LayerCache, attend};
+    let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6 };
+    let rope = Rope::new(s.t, s.d, 100.0);
+    let (q, k, v) =
+        (uniform(s.t * s.heads * s.d, 21), uniform(s.t * s.kv_heads * s.d, 22), uniform(s.t * s.kv_heads * s.d, 23));
+    for qtype in [QuantType::Int8, QuantType::Fp8E4M3] {
+        let grid = KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 0.8, 0.5).unwrap();
+        let run = Attention::forward([&q, &k, &v], &s, &rope, Some(&grid));
+        // `rotated_keys` puts heads before positions; the kernel wants positions first.
+        let by_position = |x: Vec<f32>, heads: usize| {
+            let at = |i: usize| (i / s.d / heads, i / s.d % heads, i % s.d);
+            let value = |i| {
+                let (t, h, c) = at(i);
+                x[(h * s.t + t) * s.d + c]
+            };
+            (0..x.len()).map(value).collect::<Vec<f32>>()
+        };
+        let rotated_q = by_position(AttentionShape { kv_heads: s.heads, ..s }.rotated_keys(&q, &rope), s.heads);
+        let rotated_k = by_position(s.rotated_keys(&k, &rope), s.kv_heads);
+        let (mut cache, row) = (LayerCache::new(s.t, s.kv_heads, s.d, Some(grid)), s.kv_heads * s.d);
+        for t in 0..s.t {
+            cache.put(t, &rotated_k[t * row..][..row], &v[t * row..][..row]);
+        }
+        let mut want = vec![0.0; q.len()];
+        attend(&cache, &rotated_q, s.heads, 0, &mut want);
+        for (a, b) in run.out.iter().zip(&want) {
+            assert!((a - b).abs() < 2e-6, "{qtype:?}: {a} {b}");
+        }
+        let g = uniform(q.len(), 24);
+        let mut on_grid = v.clone();
+        grid.round(grid.v, &mut on_grid);
+        assert_ne!(on_grid, v);
+        let (a, b) = (
+            run.backward(&g, [&q, &k, &v], &s, &rope, Some(&grid)),
+            run.backward(&g, [&q, &k, &on_grid], &s, &rope, Some(&grid)),
+        );
+        assert!(bits(&a.q) == bits(&b.q) && bits(&a.k) == bits(&b.k) && bits(&a.v) == bits(&b.v), "{qtype:?}");
+        assert_ne!(bits(&a.q), bits(&run.backward(&g, [&q, &k, &v], &s, &rope, None).q), "not those of the float keys");
     }
 }
 
