@@ -27,7 +27,7 @@ pub trait AttentionOps: Backend {
 }
 
 fn forward(qkv: [&FlexTensor; 3], shape: &AttentionShape, rope: &Rope, grid: Option<&KvGrid>) -> Attention {
-    Attention::forward(qkv.map(|x| values(x)), shape, rope, grid)
+    Attention::forward(qkv.map(values), shape, rope, grid)
 }
 
 impl AttentionOps for Flex {
