@@ -271,7 +271,9 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             }
             continue;
         }
-        if ckpt.dtype(&name).is_some_and(|d| d.float().is_none()) {
+        // Scales of a KV cache are no weights; they were checked when the model was opened.
+        let cache_scale = ckpt.kv_cache().is_some() && (name.ends_with(".k_scale") || name.ends_with(".v_scale"));
+        if cache_scale || ckpt.dtype(&name).is_some_and(|d| d.float().is_none()) {
             continue;
         }
         match ckpt.read_f32(&name) {
