@@ -282,6 +282,10 @@ fn what_cannot_work_is_refused_before_any_work() {
     run(&["--calib", text(&calib)], 2, &["--calib", "--kv-cache", "got rtn"]);
     let e = crate::command::dsq(&["quantize", text(&model), "--out", text(&out), "--kv-cache", "int4"]);
     assert_eq!(e.status.code(), Some(2));
+    if let Some(net) = crate::command::cached("efficientnet_lite0.pth") {
+        let args = ["quantize", text(&net), "--out", text(&out), "--kv-cache", "fp8", "--calib", text(&calib)];
+        fails(&args, 2, &["--kv-cache", "image model", "no KV cache"]);
+    }
 }
 
 #[test]
