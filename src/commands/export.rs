@@ -77,15 +77,40 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
         }
     }
+    let dropped = cache_scales(&ckpt, keep_codes, &mut tensors, &mut done)?;
     for name in ckpt.names().into_iter().filter(|n| !done.contains(n)) {
         tensors.push(float_tensor(&ckpt, name, args.dtype)?);
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let scheme = scheme_of(&tensors, ckpt.config())?;
+    let mut scheme = scheme_of(&tensors, ckpt.config())?;
+    if let Some(scheme) = &mut scheme {
+        scheme.kv_cache = ckpt.kv_cache();
+    }
     let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
-    report(&args, global, &proof);
+    report(&args, global, &proof, dropped);
     Ok(0)
+}
+
+/// Carries the scales of a KV cache over; a float folder has no scheme to put them in, so there they are left out, and it is
+/// told how many.
+fn cache_scales(
+    ckpt: &Checkpoint,
+    keep: bool,
+    tensors: &mut Vec<ExportTensor>,
+    done: &mut HashSet<String>,
+) -> Result<usize, CliError> {
+    let ModelConfig::Llama(c) = ckpt.config() else { return Ok(0) };
+    let mut dropped = 0;
+    for layer in 0..c.num_hidden_layers {
+        let Some(grid) = ckpt.kv_grid(layer)? else { continue };
+        done.extend(["k_scale", "v_scale"].map(|s| format!("model.layers.{layer}.self_attn.{s}")));
+        match keep {
+            true => tensors.push(ExportTensor::KvCache { layer, grid }),
+            false => dropped += 2,
+        }
+    }
+    Ok(dropped)
 }
 
 /// The schemes of quantized layers: that of the first for all, an override for each that differs, and the layers that stay
@@ -109,15 +134,24 @@ fn scheme_of(tensors: &[ExportTensor], model: &ModelConfig) -> Result<Option<Qua
     Ok(Some(config))
 }
 
-fn report(args: &Args, global: &Global, proof: &Proof) {
+fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize) {
     let size: u64 = proof.bytes.values().sum();
     if global.json {
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
-        output::line(json!({"out": args.out, "bytes": proof.bytes, "rows": [row]}).to_string());
+        let mut object = json!({"out": args.out, "bytes": proof.bytes, "rows": [row]});
+        if dropped > 0 {
+            object["dropped_kv_scales"] = dropped.into();
+        }
+        output::line(object.to_string());
         return;
     }
     let out = printable(&args.out.to_string_lossy());
     let (tensors, bits) = (proof.tensors.len(), proof.model_bits_per_weight);
     output::line(format!("{out}: {tensors} tensors, {size} bytes of weights, {bits:.4} bits per weight"));
+    if dropped > 0 {
+        output::line(format!(
+            "note: the {dropped} scales of the KV cache are left out: a float model has a float cache"
+        ));
+    }
     output::line("proof: every tensor was read back equal (dsq-proof.json)");
 }

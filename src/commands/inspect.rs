@@ -2,7 +2,7 @@
 
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, ModelConfig, Severity, printable};
-use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs};
+use dsq_quant::{FloatType, Granularity, KvGrid, Mapping, QuantArgs};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -82,6 +82,10 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
         }
         rows.push(Row { name: format!("{}.weight", spec.module), kind, shape: spec.shape, bytes });
     }
+    // Scales of the KV cache are no weights, and no part of what one costs.
+    if ckpt.kv_cache().is_some() {
+        parts.extend(ckpt.names().into_iter().filter(|n| n.ends_with(".k_scale") || n.ends_with(".v_scale")));
+    }
     for name in ckpt.names().into_iter().filter(|n| !parts.contains(n)) {
         if let Some(info) = ckpt.info(&name) {
             rows.push(Row { name, kind: info.dtype, shape: info.shape, bytes: info.bytes });
@@ -143,7 +147,7 @@ fn as_json(
     let (weights, bytes) = total(kinds);
     let row = |r: &Row| json!({"name": r.name, "type": r.kind, "shape": r.shape, "bytes": r.bytes, "bits_per_weight": r.bits_per_weight()});
     let fault = |f: &Fault| json!({"severity": severity_name(f.severity), "file": f.file, "field": f.field, "problem": f.problem, "hint": f.hint});
-    json!({
+    let mut object = json!({
         "model": args.model,
         "config": ckpt.config().to_json(),
         "weights": weights,
@@ -151,11 +155,20 @@ fn as_json(
         "bits_per_weight": bits(bytes, weights),
         "faults": faults.iter().map(fault).collect::<Vec<_>>(),
         "rows": rows.iter().map(row).collect::<Vec<_>>(),
-    })
+    });
+    if let Some(kv_cache) = ckpt.kv_cache() {
+        let row = |(layer, g): (usize, KvGrid)| json!({"layer": layer, "k_scale": g.k.scale, "v_scale": g.v.scale});
+        let layers: Vec<Value> = kv_grids(ckpt).into_iter().enumerate().map(row).collect();
+        object["kv_cache"] = json!({"type": kv_cache.qtype.name(), "layers": layers});
+    }
+    object
 }
 
 fn print(ckpt: &Checkpoint, rows: &[Row], kinds: &BTreeMap<String, (usize, u64, u64)>, faults: &[Fault]) {
     output::line(describe(ckpt.config()));
+    if let Some(cache) = describe_cache(ckpt) {
+        output::line(cache);
+    }
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|r| {
@@ -190,6 +203,23 @@ fn print(ckpt: &Checkpoint, rows: &[Row], kinds: &BTreeMap<String, (usize, u64, 
         1 => "1 fault found".to_owned(),
         n => format!("{n} faults found"),
     });
+}
+
+/// The grids of the KV cache, layer by layer (opening the model has checked them).
+fn kv_grids(ckpt: &Checkpoint) -> Vec<KvGrid> {
+    (0..).map_while(|i| ckpt.kv_grid(i).ok().flatten()).collect()
+}
+
+/// `KV cache: INT8, one scale for the keys and one for the values of a layer; keys 0.01 to 0.3, values 0.002 to 0.1`.
+fn describe_cache(ckpt: &Checkpoint) -> Option<String> {
+    let name = ckpt.kv_cache()?.qtype.name();
+    let grids = kv_grids(ckpt);
+    let range = |of: fn(&KvGrid) -> f32| {
+        let (lo, hi) = grids.iter().map(of).fold((f32::MAX, 0.0f32), |(lo, hi), s| (lo.min(s), hi.max(s)));
+        format!("{lo:.3e} to {hi:.3e}")
+    };
+    let (k, v) = (range(|g| g.k.scale), range(|g| g.v.scale));
+    Some(format!("KV cache: {name}, a scale for the keys ({k}) and one for the values ({v}) of each layer"))
 }
 
 fn describe(config: &ModelConfig) -> String {

@@ -4,6 +4,7 @@
 
 mod calibrated;
 mod images;
+mod kv_cache;
 mod mixed;
 
 use calibrated::Calibrated;
@@ -49,6 +50,10 @@ pub struct Args {
     method: Method,
     #[command(flatten)]
     calibration: calibrated::CalibrationArgs,
+    /// Codes in which the KV cache holds keys and values, on scales found in --calib, one for the keys and one for the values of a
+    /// layer (language models) [default: none, they stay in float].
+    #[arg(long, value_enum, value_name = "int8|fp8")]
+    kv_cache: Option<kv_cache::KvCacheName>,
     #[command(flatten)]
     images: images::ImageArgs,
     /// Store a zero point for each scale.
@@ -138,6 +143,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let ckpt = Checkpoint::open(&args.model)?;
     if let ModelConfig::EfficientNet(model) = ckpt.config() {
         args.calibration.check_images()?;
+        kv_cache::check_images(args.kv_cache)?;
         return images::run(&args, global, &ckpt, model);
     }
     args.calibration.check(args.method)?;
@@ -155,13 +161,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     };
     let mut mixed = None;
     if let (Some(target), Some(text)) = (args.calibration.target_bits, &text) {
-        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, &text.calibration, target)?);
+        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, text.calibration(), target)?);
         check_groups(&args.model, &model, &config)?;
     }
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let (layers, norms, about, trained) = match &text {
+    let (layers, norms, mut about, trained) = match &text {
         Some(text) if looks => {
             let Calibrated { layers, norms, trained } =
                 calibrated::quantize(&args, global, &ckpt, &config, &specs, text)?;
@@ -189,11 +195,17 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let floats = float_tensors(&args, &ckpt, &specs, &norms)?;
     tensors.extend(norms);
     tensors.extend(floats);
+    let mut notes = trained.map(|t| t.notes()).unwrap_or_default();
+    if let Some(text) = &text {
+        let cache = kv_cache::grids(global, &model, &config, &tensors, text)?;
+        notes.extend(kv_cache::note(&cache));
+        kv_cache::tell(&cache, about.as_mut());
+        tensors.extend(cache);
+    }
     let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
-    let mut told = trained.map(|t| t.notes()).unwrap_or_default();
-    told.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
+    notes.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
     let mixed = mixed.map(|m| m.about());
-    report(&args, global, &proof, &degenerate, &fits, [("calibration", about), ("mixed_precision", mixed)], told);
+    report(&args, global, &proof, &degenerate, &fits, [("calibration", about), ("mixed_precision", mixed)], notes);
     Ok(0)
 }
 
@@ -239,6 +251,7 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
     for text in &args.overrides {
         config.overrides.push(read_override(args, text, others, scale_dtype)?);
     }
+    config.kv_cache = args.kv_cache.map(kv_cache::KvCacheName::scheme).transpose()?;
     if let ModelConfig::Llama(c) = model {
         c.tie_word_embeddings &= config.scheme_for("lm_head").is_none();
     }

@@ -165,6 +165,7 @@ fn export(out: &Path, args: Option<QuantArgs>) -> Result<(), CliError> {
         overrides: Vec::new(),
         scheme: QuantScheme { weights, activations: None },
         ignore: Vec::<Pattern>::new(),
+        kv_cache: None,
     });
     export_folder(out, &model, tensors, scheme.as_ref(), Vec::new(), true)?;
     Ok(())

@@ -52,7 +52,6 @@ ACTIVATION_EXPORTS = {
         (["--scheme", "W8A8", "--static-activations", "--asymmetric-activations", "--scale-dtype", "f32"], True),
     "fp8-dynamic": (["--scheme", "FP8_DYNAMIC", "--scale-dtype", "f32"], False),
     "fp8": (["--scheme", "FP8", "--scale-dtype", "f32"], True),
-    "mxfp4": (["--scheme", "MXFP4"], False),
 }
 # An observer of dsq's own: its scales are not compressed-tensors', so only the logits are compared.
 MSE_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "bf16", "--observer", "mse"]

@@ -5,6 +5,7 @@ mod cli;
 mod command;
 mod efficientnet;
 mod float_coded;
+mod kv_cache;
 mod llama_bound;
 mod model_files;
 mod parity_cnn;

@@ -29,12 +29,12 @@ fn tokenizer() -> Value {
 }
 
 /// `llama_tiny` with a tokenizer, and a text of 4,000 characters.
-pub struct Case {
+pub(super) struct Case {
     dir: tempfile::TempDir,
 }
 
 impl Case {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         let this = Self { dir: tempfile::tempdir().unwrap() };
         let model = this.at("model");
         std::fs::create_dir(&model).unwrap();
@@ -48,12 +48,17 @@ impl Case {
         this
     }
 
-    pub fn at(&self, name: &str) -> PathBuf {
+    /// The folder of everything.
+    pub(super) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub(super) fn at(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// `quantize model` with calibration on the whole text.
-    pub fn quantize(&self, out: &str, more: &[&str]) -> Value {
+    pub(super) fn quantize(&self, out: &str, more: &[&str]) -> Value {
         let (model, calib, out) = (self.at("model"), self.at("calib.txt"), self.at(out));
         let fixed = ["quantize", text(&model), "--out", text(&out), "--calib", text(&calib), "--calib-tokens", "2048"];
         let seen = works(&[&fixed[..], more, &["--json"]].concat());
@@ -81,7 +86,7 @@ impl Case {
     }
 
     /// Changes the first value of an F32 tensor of the model.
-    fn set(&self, tensor: &str, value: f32) {
+    pub(super) fn set(&self, tensor: &str, value: f32) {
         let file = self.at("model/model.safetensors");
         let mut bytes = std::fs::read(&file).unwrap();
         let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -91,7 +96,7 @@ impl Case {
         std::fs::write(&file, bytes).unwrap();
     }
 
-    pub fn proof(&self, out: &str) -> Value {
+    pub(super) fn proof(&self, out: &str) -> Value {
         serde_json::from_slice(&std::fs::read(self.at(out).join("dsq-proof.json")).unwrap()).unwrap()
     }
 }

@@ -315,7 +315,7 @@ impl Checkpoint {
     }
 
     /// A tensor of one element and a dtype that `allowed` accepts.
-    fn one(&self, name: &str, allowed: impl Fn(Dtype) -> bool) -> Result<(Dtype, Vec<u8>), CheckpointError> {
+    pub(crate) fn one(&self, name: &str, allowed: impl Fn(Dtype) -> bool) -> Result<(Dtype, Vec<u8>), CheckpointError> {
         let info = self.info(name).ok_or_else(|| self.missing(name))?;
         let (dtype, bytes) = self.read_stored(name)?;
         if info.shape.iter().product::<usize>() != 1 || !allowed(dtype) {

@@ -4,6 +4,7 @@
 use crate::checkpoint::hex_sha256;
 use crate::config::fields::show;
 use crate::json::read_json;
+use crate::kv_cache;
 use crate::packed::{DiskFormat, WEIGHT_PARTS, expected_tensors};
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
 use dsq_quant::Mapping;
@@ -28,6 +29,7 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
     for spec in ckpt.config().linears() {
         check_linear(ckpt, &spec, &mut problems, &mut used);
     }
+    check_kv_cache(ckpt, &mut problems, &mut used);
     let mut faults = Vec::new();
     let mut unused = Vec::new();
     for name in ckpt.names() {
@@ -59,6 +61,26 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
 }
 
 type Problems = Vec<(String, String)>;
+
+/// The scales of a KV cache: two numbers a layer, so they are read at once.
+fn check_kv_cache(ckpt: &Checkpoint, problems: &mut Problems, used: &mut HashSet<String>) {
+    if ckpt.kv_cache().is_none() {
+        return;
+    }
+    let ModelConfig::Llama(c) = ckpt.config() else {
+        let what = "only language models have a KV cache; expected null, got a scheme";
+        problems.push((kv_cache::KEY.into(), what.into()));
+        return;
+    };
+    for i in 0..c.num_hidden_layers {
+        match ckpt.kv_grid(i) {
+            Ok(_) => {}
+            Err(CheckpointError::Invalid(f)) => problems.push((f.field.clone(), f.problem.clone())),
+            Err(e) => problems.push((kv_cache::names(i)[0].clone(), e.to_string())),
+        }
+        used.extend(kv_cache::names(i));
+    }
+}
 
 fn expect_float(ckpt: &Checkpoint, name: &str, shape: &[usize], problems: &mut Problems) {
     let Some(info) = ckpt.info(name) else {
@@ -171,8 +193,16 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
         return false;
     }
     let last = name.rsplit('.').next().unwrap_or_default();
-    let parts =
-        ["weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "input_scale"];
+    let parts = [
+        "weight_packed",
+        "weight_scale",
+        "weight_global_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "input_scale",
+        "k_scale",
+        "v_scale",
+    ];
     if parts.contains(&last) || last == "input_global_scale" {
         problems.push((name.into(), "quantization tensor that quantization_config does not call for".into()));
         return false;
@@ -242,7 +272,9 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             }
             continue;
         }
-        if ckpt.dtype(&name).is_some_and(|d| d.float().is_none()) {
+        // Scales of a KV cache are no weights; they were checked when the model was opened.
+        let cache_scale = ckpt.kv_cache().is_some() && (name.ends_with(".k_scale") || name.ends_with(".v_scale"));
+        if cache_scale || ckpt.dtype(&name).is_some_and(|d| d.float().is_none()) {
             continue;
         }
         match ckpt.read_f32(&name) {

@@ -2,13 +2,14 @@
 //! point and value is compared with what was to be written. Not the choice of codes (see `dsq-quant`).
 
 use crate::checkpoint::hex_sha256;
+use crate::kv_cache;
 use crate::packed::{DiskFormat, pack};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::{Pending, check_pending, file_size, sort};
-use crate::tensor::{conversion_loss, float_bytes};
+use crate::tensor::{conversion_loss, float_bytes, floats_from_bytes};
 use crate::write::FolderWriter;
 use crate::{Checkpoint, CheckpointError, Dtype, LinearWeight, ModelConfig, NamedTensor, TensorData};
-use dsq_quant::{FloatType, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
+use dsq_quant::{FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -72,6 +73,30 @@ pub enum ExportTensor {
         /// The weight before it was quantized, for the proof.
         source: Option<SourceRecord>,
     },
+    /// The grids of the KV cache of one layer of a language model.
+    KvCache {
+        /// The layer, from 0.
+        layer: usize,
+        /// Scheme and scales.
+        grid: KvGrid,
+    },
+}
+
+impl ExportTensor {
+    /// What a reader of the export gets of the tensor `name`, row major: rounded to its stored dtype, or the values of its codes.
+    /// `None` for another tensor or one that is no float.
+    pub fn values_of(&self, name: &str) -> Option<Vec<f32>> {
+        match self {
+            Self::Float { name: n, data, dtype, .. } | Self::Rescaled { name: n, data, dtype, .. } if n == name => {
+                Some(data.iter().map(|&x| dtype.round(x)).collect())
+            }
+            Self::Copy { name: n, dtype, bytes, .. } if n == name => Some(floats_from_bytes(bytes, dtype.float()?)),
+            Self::Linear { module, matrix, .. } if name.strip_suffix(".weight") == Some(module.as_str()) => {
+                Some(matrix.dequantize())
+            }
+            _ => None,
+        }
+    }
 }
 
 /// What is known of a weight before it was quantized or rescaled.
@@ -135,7 +160,8 @@ pub struct Proof {
 pub struct TensorProof {
     /// Name of the source tensor.
     pub name: String,
-    /// `quantized`, `copied`, `converted`, `rescaled` (changed by a method, see `source.rescaled`) or `dropped`.
+    /// `quantized`, `copied`, `converted`, `rescaled` (changed by a method, see `source.rescaled`), `dropped`, or `kv_cache` (the
+    /// scales of a layer's keys and values, which no source tensor has).
     pub became: &'static str,
     /// Why it was dropped.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -171,6 +197,7 @@ pub fn export_folder(
     for layer in &layers {
         check_layer(out, layer, scheme)?;
     }
+    kv_cache::check_export(out, config, &layers, scheme)?;
     let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(l, scheme)).collect();
     let mut to_write: Vec<Pending> = layers.iter().zip(&packed).flat_map(|(l, tensors)| pending(l, tensors)).collect();
     sort(&mut to_write);
@@ -206,6 +233,7 @@ fn drop_tied_head(
             name == "lm_head.weight"
         }
         ExportTensor::Linear { module, .. } => module == "lm_head",
+        ExportTensor::KvCache { .. } => false,
     };
     let Some(at) = layers.iter().position(head).filter(|_| c.tie_word_embeddings) else { return Ok(None) };
     let head = layers.remove(at);
@@ -214,7 +242,7 @@ fn drop_tied_head(
             Some((name.clone(), float_bytes(data, *dtype)))
         }
         ExportTensor::Copy { name, bytes, .. } => Some((name.clone(), bytes.clone())),
-        ExportTensor::Linear { .. } => None,
+        ExportTensor::Linear { .. } | ExportTensor::KvCache { .. } => None,
     };
     let embedding = layers.iter().filter_map(stored).find(|(n, _)| n == "model.embed_tokens.weight");
     let same = matches!((stored(&head), &embedding), (Some((_, h)), Some((_, e))) if h == *e);
@@ -257,7 +285,7 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
             }
             Ok(())
         }
-        ExportTensor::Copy { .. } => Ok(()),
+        ExportTensor::Copy { .. } | ExportTensor::KvCache { .. } => Ok(()),
         ExportTensor::Linear { module, shape, matrix, activation, .. } => {
             let usage = |problem: String| Err(CheckpointError::usage(out, module, problem));
             matrix.validate().map_err(|e| CheckpointError::quant(out, module, e))?;
@@ -298,9 +326,13 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
     }
 }
 
-/// The stored tensors of a quantized module; nothing for the others.
+/// The stored tensors of a quantized module or cache; nothing for the others.
 fn packed_tensors(layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Vec<NamedTensor> {
-    let ExportTensor::Linear { module, shape, matrix, activation, .. } = layer else { return Vec::new() };
+    let (module, shape, matrix, activation) = match layer {
+        ExportTensor::Linear { module, shape, matrix, activation, .. } => (module, shape, matrix, activation),
+        ExportTensor::KvCache { layer, grid } => return kv_cache::pack(*layer, grid),
+        _ => return Vec::new(),
+    };
     let inputs = scheme.and_then(|s| s.scheme_for(module)).and_then(|s| s.activations);
     let mut out = pack(module, shape, matrix, inputs.as_ref());
     if let Some((args, p)) = activation {
@@ -325,7 +357,7 @@ fn pending<'a>(layer: &'a ExportTensor, packed: &'a [NamedTensor]) -> Vec<Pendin
         ExportTensor::Copy { name, dtype, shape, bytes } => {
             one(name, *dtype, shape, Box::new(|| bytes.as_slice().into()))
         }
-        ExportTensor::Linear { .. } => packed.iter().map(Pending::from).collect(),
+        ExportTensor::Linear { .. } | ExportTensor::KvCache { .. } => packed.iter().map(Pending::from).collect(),
     }
 }
 
@@ -381,6 +413,7 @@ fn main_dtype(layers: &[ExportTensor]) -> FloatType {
                 }
             }
             ExportTensor::Linear { matrix, .. } => count(matrix.args.scale_dtype, matrix.scales.len()),
+            ExportTensor::KvCache { .. } => {}
         }
     }
     let best = (0..3).max_by_key(|&i| (counts[i], std::cmp::Reverse(i))).unwrap_or(0);
@@ -408,7 +441,7 @@ fn quantization_value(config: &ModelConfig, layers: &[ExportTensor], scheme: Opt
     if matches!(config, ModelConfig::Llama(c) if c.tie_word_embeddings) {
         ignore.push("lm_head".into());
     }
-    Some(QuantizationConfig::to_value(&groups, &ignore))
+    Some(QuantizationConfig::to_value(&groups, &ignore, scheme.and_then(|s| s.kv_cache.as_ref())))
 }
 
 /// Re-reads the temporary folder and compares everything with what was to be written.
@@ -454,7 +487,7 @@ fn prove(
                 "weight_packed" => "codes",
                 "weight_scale" | "weight_global_scale" => "scales",
                 "weight_zero_point" => "zero_points",
-                "weight_shape" | "input_scale" | "input_zero_point" => "other",
+                "weight_shape" | "input_scale" | "input_zero_point" | "k_scale" | "v_scale" => "other",
                 _ => "float",
             };
             *bytes.entry(class).or_insert(0) += p.len();
@@ -484,6 +517,13 @@ fn prove(
                 quantized_bits += layer_bits;
                 quantized_weights += values.len() as u64;
                 (format!("{module}.weight"), "quantized", source.clone(), values.len())
+            }
+            ExportTensor::KvCache { layer, grid } => {
+                let module = format!("model.layers.{layer}.self_attn");
+                if ckpt.kv_grid(*layer)? != Some(*grid) {
+                    return differs(&module);
+                }
+                (module, "kv_cache", None, 0)
             }
         };
         bits += layer_bits;

@@ -13,6 +13,7 @@ mod folder;
 pub mod gguf;
 mod groups;
 mod json;
+mod kv_cache;
 mod packed;
 mod pytorch;
 mod quantization;

@@ -3,6 +3,7 @@
 
 use crate::CheckpointError;
 use crate::config::fields::{Fields, show};
+use crate::kv_cache;
 use crate::packed::DiskFormat;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantType, WeightObserver};
 use serde_json::{Map, Value, json};
@@ -20,6 +21,8 @@ pub struct QuantizationConfig {
     ignore: Vec<Target>,
     /// The texts of `ignore`.
     pub ignore_texts: Vec<String>,
+    /// How a KV cache holds keys and values; `None`: in float.
+    pub kv_cache: Option<QuantArgs>,
 }
 
 /// Modules that share a scheme.
@@ -85,7 +88,7 @@ impl QuantizationConfig {
         if status != "compressed" {
             return Err(f.error("quantization_status", format!("expected \"compressed\", got {status:?}")));
         }
-        for key in ["kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"] {
+        for key in ["sparsity_config", "moe_sparsity_config", "transform_config"] {
             if let Some(v) = f.get(key).filter(|v| !v.as_object().is_some_and(Map::is_empty)) {
                 return Err(f.error(key, format!("not supported; expected null, got {}", show(v))));
             }
@@ -103,15 +106,20 @@ impl QuantizationConfig {
             .iter()
             .map(|(name, v)| QuantizationGroup::from_value(name, v, file, format))
             .collect::<Result<Vec<_>, _>>()?;
+        let kv_cache = f.get(kv_cache::KEY).map(|v| kv_cache::from_value(v, file)).transpose()?;
         f.refuse_the_rest(&["version", "global_compression_ratio", "run_compressed", "dequantize"])?;
-        Ok(Self { groups, ignore, ignore_texts })
+        Ok(Self { groups, ignore, ignore_texts, kv_cache })
     }
 
     /// The value of `quantization_config` for groups of explicitly named modules.
     ///
     /// # Errors
     /// Never for what this crate writes; a scheme that compressed-tensors cannot name is a usage error.
-    pub(crate) fn to_value(groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)], ignore: &[String]) -> Value {
+    pub(crate) fn to_value(
+        groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)],
+        ignore: &[String],
+        kv_cache: Option<&QuantArgs>,
+    ) -> Value {
         let mut map = Map::new();
         let format_of = |w: &QuantArgs, a: &Option<QuantArgs>| DiskFormat::of(w, a.as_ref()).map(DiskFormat::name);
         let mut format = groups.first().and_then(|(w, a, _)| format_of(w, a));
@@ -133,7 +141,7 @@ impl QuantizationConfig {
             "format": format,
             "quantization_status": "compressed",
             "global_compression_ratio": null,
-            "kv_cache_scheme": null,
+            "kv_cache_scheme": kv_cache::to_value(kv_cache),
             "ignore": ignore,
             "config_groups": map,
         })
@@ -182,7 +190,7 @@ fn targets(f: &Fields, key: &str, texts: &[String]) -> Result<Vec<Target>, Check
 }
 
 /// `QuantizationArgs` of one tensor.
-fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError> {
+pub(crate) fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, CheckpointError> {
     let bits = f.integer("num_bits", 1..=16)?.unwrap_or(8);
     let kind = f.string("type")?.unwrap_or("int");
     let qtype = match (kind, bits) {
@@ -292,7 +300,8 @@ fn scale_dtype_name(dtype: FloatType) -> Option<&'static str> {
     }
 }
 
-fn args_value(args: &QuantArgs) -> Value {
+/// `QuantizationArgs` as a config has them.
+pub(crate) fn args_value(args: &QuantArgs) -> Value {
     let (strategy, group_size) = match args.granularity {
         Granularity::PerTensor => ("tensor", None),
         Granularity::PerChannel => ("channel", None),

@@ -260,7 +260,9 @@ fn f049_quantization_configs_that_dsq_cannot_run() {
     model.refuses(&["quantization_config.config_groups.group_0.format", "marlin-24"], |c| {
         c["quantization_config"]["config_groups"]["group_0"]["format"] = json!("marlin-24");
     });
-    model.refuses(&["quantization_config.kv_cache_scheme"], q("kv_cache_scheme", json!({"num_bits": 8})));
+    model.refuses(&["quantization_config.kv_cache_scheme", "INT4"], q("kv_cache_scheme", json!({"num_bits": 4})));
+    // A scheme that can be run, without its scales.
+    model.refuses(&["model.layers.0.self_attn.k_scale"], q("kv_cache_scheme", json!({"num_bits": 8})));
     model.refuses(&["quantization_config.sparsity_config"], q("sparsity_config", json!({"format": "sparse"})));
     model.refuses(&["quantization_config.quantization_status"], q("quantization_status", json!("frozen")));
     model.refuses(&["quantization_config.config_groups"], q("config_groups", json!({})));

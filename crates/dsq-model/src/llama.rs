@@ -8,6 +8,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_kernels::train::{AttentionShape, Rope};
+use dsq_quant::KvGrid;
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
@@ -42,6 +43,9 @@ pub struct Layer {
     pub post_attention_layernorm: RmsNorm,
     /// Feed-forward block.
     pub mlp: SwiGlu,
+    /// The grids on which attention sees rotated keys and values; `None`: as they are.
+    #[module(skip)]
+    kv: Option<KvGrid>,
 }
 
 /// Shape and rotary tables of a batch: `b` sequences of `t` tokens.
@@ -75,7 +79,34 @@ impl Layer {
         for (part, linear) in layer.linears_mut() {
             linear.set_inputs(checkpoint.input_grid(&format!("model.layers.{i}.{part}"))?);
         }
+        layer.kv = checkpoint.kv_grid(i)?;
         Ok(layer)
+    }
+
+    /// Layer `i` of a model whose tensors `values` gives by their Hugging Face names and shapes, in float.
+    ///
+    /// # Errors
+    /// Those of `values`.
+    pub fn from_values<E>(
+        config: &LlamaConfig,
+        i: usize,
+        device: &Device,
+        mut values: impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
+        Self::build(config, i, device, &mut values)
+    }
+
+    /// The grids on which attention sees rotated keys and values, as a KV cache of codes holds them; `None`: as they are.
+    pub fn set_kv_grid(&mut self, grid: Option<KvGrid>) {
+        self.kv = grid;
+    }
+
+    /// Keys after the rotary embedding and values, as they go into a KV cache (not on its grids), in any order: from the input of
+    /// q_proj, k_proj and v_proj.
+    pub fn keys_and_values(&self, h: Tensor<3>, batch: &Sequences) -> [Vec<f32>; 2] {
+        let a = &self.self_attn;
+        let [k, v] = forward_many([&a.k_proj, &a.v_proj], h).map(host);
+        [batch.shape.rotated_keys(&k, &batch.rope), v]
     }
 
     /// Asks `values` for every tensor of layer `i`.
@@ -109,7 +140,7 @@ impl Layer {
         };
         let input_layernorm = norm("input_layernorm")?;
         let post_attention_layernorm = norm("post_attention_layernorm")?;
-        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp })
+        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp, kv: None })
     }
 
     /// Excludes the norms from training.
@@ -135,8 +166,8 @@ impl Layer {
     /// Input `[b, t, heads * head_dim]` of o_proj, from that of q_proj, k_proj and v_proj.
     pub fn o_input(&self, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
         let a = &self.self_attn;
-        let [q, k, v] = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
-        ops::attention::attention(q, k, v, batch.shape, batch.rope.clone())
+        let qkv = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
+        ops::attention::attention(qkv, batch.shape, batch.rope.clone(), self.kv)
     }
 
     /// The residual stream after attention, from that before the layer and the input of o_proj.
@@ -206,8 +237,8 @@ impl Llama {
         .unwrap_or_else(|e| match e {})
     }
 
-    /// The float model of a checkpoint (a quantized one gives its dequantized weights, and inputs on the grids of their tokens
-    /// where its scheme has such).
+    /// The float model of a checkpoint (a quantized one gives its dequantized weights, inputs on the grids of their tokens and
+    /// keys and values on those of its cache where its scheme has such).
     ///
     /// # Errors
     /// [`ModelError::Architecture`] for another kind of model, [`ModelError::Checkpoint`] for what cannot be read.
@@ -216,6 +247,9 @@ impl Llama {
         let mut model = Self::build(config, device, |name, shape| stored(checkpoint, name, shape))?;
         for (name, linear) in model.linears_mut() {
             linear.set_inputs(checkpoint.input_grid(&name)?);
+        }
+        for (i, layer) in model.layers.iter_mut().enumerate() {
+            layer.kv = checkpoint.kv_grid(i)?;
         }
         Ok(model)
     }

@@ -250,6 +250,8 @@ pub struct QuantConfig {
     pub ignore: Vec<Pattern>,
     /// Layers with a scheme of their own, also when `ignore` matches them; the first that matches counts.
     pub overrides: Vec<(Pattern, QuantScheme)>,
+    /// How the KV cache of a language model holds keys and values ([`QuantArgs::kv_cache`]); `None`: in float.
+    pub kv_cache: Option<QuantArgs>,
 }
 
 impl QuantConfig {
@@ -259,7 +261,7 @@ impl QuantConfig {
     /// As [`Pattern::new`].
     pub fn new(scheme: QuantScheme, ignore: &[String]) -> Result<Self, QuantError> {
         let ignore = ignore.iter().map(|t| Pattern::new(t)).collect::<Result<_, _>>()?;
-        Ok(Self { scheme, ignore, overrides: Vec::new() })
+        Ok(Self { scheme, ignore, overrides: Vec::new(), kv_cache: None })
     }
 
     /// The scheme of the layer `name`, or `None` when it stays in float.

@@ -1,5 +1,5 @@
-//! The memory of one sequence: keys and values of every layer in blocks of 16 positions, allocated once, and the
-//! buffers of a forward pass. Not shared between sequences.
+//! The memory of one sequence: keys and values of every layer in blocks of 16 positions, allocated once, as f32 or as the
+//! codes of the model's KV scheme, and the buffers of a forward pass. Not shared between sequences.
 
 use crate::rope::RopeTable;
 use dsq_kernels::attention::LayerCache;

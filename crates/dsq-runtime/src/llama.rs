@@ -12,7 +12,7 @@ use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
 use dsq_kernels::fake_quant::fake_quant_rows;
 use dsq_kernels::{FloatLinear, Linear, Team, matmul_many};
-use dsq_quant::{FloatType, InputGrid};
+use dsq_quant::{FloatType, InputGrid, KvGrid};
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
@@ -37,6 +37,8 @@ struct Layer {
     down: Linear,
     /// How the inputs of q, k and v, of o, of gate and up, and of down are quantized; `None`: not at all.
     inputs: [Option<InputGrid>; 4],
+    /// The grids on which the cache holds keys and values; `None`: as f32.
+    kv: Option<KvGrid>,
 }
 
 /// A language model ready to run on the CPU.
@@ -114,8 +116,8 @@ impl LlamaRuntime {
                 got: tokens,
             });
         }
-        let layers =
-            (0..c.num_hidden_layers).map(|_| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim)).collect();
+        let layer = |l: &Layer| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim, l.kv);
+        let layers = self.layers.iter().map(layer).collect();
         let rope = RopeTable::new(tokens, c.head_dim, c.rope_theta);
         Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
     }
@@ -123,8 +125,9 @@ impl LlamaRuntime {
     /// Appends `tokens` to the sequence in `cache` and returns logits.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLong`] when they do not fit (the cache stays as it was); [`RuntimeError::Input`] for no token, an id
-    /// beyond the vocabulary, or a cache of another model.
+    /// [`RuntimeError::TooLong`] when they do not fit; [`RuntimeError::Input`] for no token, an id beyond the vocabulary, or a
+    /// cache of another model; [`RuntimeError::Numerics`] for a key or value that is not finite and has no code in the cache.
+    /// The cache then stays as it was.
     pub fn forward(&self, tokens: &[u32], cache: &mut KvCache, logits: Logits) -> Result<Vec<f32>, RuntimeError> {
         let c = &self.config;
         let input = |problem: String| Err(RuntimeError::Input { what: "tokens", problem });
@@ -137,17 +140,20 @@ impl LlamaRuntime {
         if cache.layers.len() != self.layers.len() {
             return input(format!("expected a cache of {} layers, got {}", self.layers.len(), cache.layers.len()));
         }
+        if let Some((l, c)) = self.layers.iter().zip(&cache.layers).find(|(l, c)| l.kv != c.grid()) {
+            return input(format!("expected a cache of this model ({:?}), got one of another ({:?})", l.kv, c.grid()));
+        }
         let got = cache.len + tokens.len();
         if got > cache.capacity {
             let of = "positions of the context";
             return Err(RuntimeError::TooLong { what: "tokens", limit: cache.capacity, of, got });
         }
-        let mut out = Vec::new();
-        self.team.enter(|| {
+        let (mut out, before) = (Vec::new(), cache.len);
+        let done: Result<(), RuntimeError> = self.team.enter(|| {
             let chunks = tokens.chunks(PREFILL);
             let last = chunks.len() - 1;
             for (i, chunk) in chunks.enumerate() {
-                self.run_layers(chunk, cache);
+                self.run_layers(chunk, cache)?;
                 cache.len += chunk.len();
                 let rows = match logits {
                     Logits::All => chunk.len(),
@@ -155,11 +161,15 @@ impl LlamaRuntime {
                 };
                 self.append_logits(rows, &mut cache.scratch, &mut out);
             }
+            Ok(())
         });
-        Ok(out)
+        if done.is_err() {
+            cache.len = before;
+        }
+        done.map(|()| out)
     }
 
-    fn run_layers(&self, tokens: &[u32], cache: &mut KvCache) {
+    fn run_layers(&self, tokens: &[u32], cache: &mut KvCache) -> Result<(), RuntimeError> {
         let (c, m, past) = (&self.config, tokens.len(), cache.len);
         let (h, d) = (c.hidden_size, c.head_dim);
         let (q_width, kv_width) = (c.num_attention_heads * d, c.num_key_value_heads * d);
@@ -170,7 +180,7 @@ impl LlamaRuntime {
         for (&id, row) in tokens.iter().zip(hidden.chunks_exact_mut(h)) {
             self.embedding.row(id as usize, row);
         }
-        for (layer, kv) in self.layers.iter().zip(layers) {
+        for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
             rms_norm(hidden, &layer.input_norm, c.rms_norm_eps, normed);
             let [qkv_input, o_input, gate_up_input, down_input] = &layer.inputs;
             quantize_rows(normed, h, qkv_input);
@@ -180,7 +190,11 @@ impl LlamaRuntime {
                 rope.rotate(&mut q[t * q_width..(t + 1) * q_width], past + t);
                 let at = t * kv_width..(t + 1) * kv_width;
                 rope.rotate(&mut k[at.clone()], past + t);
-                kv.put(past + t, &k[at.clone()], &v[at]);
+                let (k, v) = (&k[at.clone()], &v[at]);
+                if layer.kv.is_some() {
+                    expect_finite(i, past + t, k, v)?;
+                }
+                kv.put(past + t, k, v);
             }
             attend(kv, q, c.num_attention_heads, past, mixed);
             quantize_rows(mixed, q_width, o_input);
@@ -195,6 +209,7 @@ impl LlamaRuntime {
             layer.down.matmul(ffn, m, normed);
             add(hidden, normed);
         }
+        Ok(())
     }
 
     /// Logits of the last `rows` tokens of the chunk in `scratch.hidden`.
@@ -223,6 +238,13 @@ impl LlamaRuntime {
     pub fn bytes_per_token(&self) -> usize {
         let embedding = if self.head.is_some() { self.embedding.bytes() } else { 0 };
         self.resident_bytes() - embedding
+    }
+
+    /// Bytes that a decoded token reads of the cache for each position before it: keys and values of all layers.
+    pub fn kv_bytes_per_position(&self) -> usize {
+        let c = &self.config;
+        let of = |l: &Layer| if l.kv.is_some() { 1 } else { size_of::<f32>() };
+        2 * c.num_key_value_heads * c.head_dim * self.layers.iter().map(of).sum::<usize>()
     }
 
     /// Modules and the kernel that each runs on, and why.
@@ -263,6 +285,19 @@ fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
         ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => Err(RuntimeError::Model {
             file: model.path().display().to_string(),
             problem: "expected a language model (llama), got an image model".into(),
+        }),
+    }
+}
+
+/// Refuses what a cache of codes could only store as another number. (In a float cache it makes the logits NaN.)
+fn expect_finite(layer: usize, position: usize, k: &[f32], v: &[f32]) -> Result<(), RuntimeError> {
+    match k.iter().chain(v).find(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(&value) => Err(RuntimeError::Numerics {
+            what: format!(
+                "model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"
+            ),
+            value,
         }),
     }
 }
@@ -316,6 +351,7 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
         gate_up: [get("mlp.gate_proj")?, get("mlp.up_proj")?],
         down: get("mlp.down_proj")?,
         inputs,
+        kv: model.kv_grid(i)?,
     })
 }
 

@@ -71,6 +71,16 @@ pub enum TrainError {
         /// What the sum of the squares of an input became.
         value: f64,
     },
+    /// A key or value of a KV cache that is not finite during calibration (exit code 6).
+    #[error("{module}: {what} of the calibration text: expected finite numbers for a cache of codes, got {value}")]
+    Keys {
+        /// The attention.
+        module: String,
+        /// `keys` or `values`.
+        what: &'static str,
+        /// The first such number.
+        value: f32,
+    },
     /// A text has fewer tokens than are to be taken from it (exit code 3).
     #[error("calibration text: expected at least {expected} tokens, got {got}")]
     ShortText {
@@ -114,7 +124,7 @@ impl TrainError {
             Self::Setting { .. } | Self::RunFolder { .. } => 2,
             Self::Artifact { .. } | Self::ShortText { .. } => 3,
             Self::Io { .. } | Self::InUse { .. } => 4,
-            Self::Numerics { .. } | Self::Activations { .. } => 6,
+            Self::Numerics { .. } | Self::Activations { .. } | Self::Keys { .. } => 6,
             Self::Interrupted { .. } => 130,
             Self::Quant { source: QuantError::NonFinite { .. } | QuantError::ScaleOverflow { .. }, .. } => 6,
             Self::Quant { .. } => 2,

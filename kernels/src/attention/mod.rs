@@ -2,76 +2,33 @@
 //!
 //! - Shapes: queries `[m, heads, d]` at positions `past .. past + m`, output `[m, heads, d]`; head `h` reads the
 //!   key/value head `h / (heads / kv_heads)`; the query at position `p` sees positions `0..=p`.
-//! - Layout: [`LayerCache`]. Keys in blocks of 16 positions, `[kv head][block][d][16]`, so that 16 scores are one vector
-//!   and need no horizontal sum; values `[kv head][position][d padded to 16]`.
+//! - Layout: [`LayerCache`] (see `cache.rs`), f32 or one-byte codes with a scale for the keys and one for the values. A code
+//!   becomes `code value * scale`, one f32 product in registers, and from there on all is as for f32: a cache of codes gives the
+//!   bits of a float cache that holds [`dsq_quant::QuantArgs::dequantize`] of them.
 //! - Requires: nothing; paths as in `linear`.
 //! - Order: score = sum over d in increasing order, fused, then times `1 / sqrt(d)`; the maximum over the visible
 //!   positions is taken away; `exp` as in `elementwise`; the weights are summed in 16 lanes (lane = position mod 16),
 //!   folded in halves; output = (sum over positions in increasing order, fused) / that sum. One query's order knows
 //!   neither m nor `past` beyond its own position: a prompt in one piece, in chunks, or token by token gives the
 //!   same bits (zeros may differ in sign).
-//! - Cost: `2 * d` multiply-adds for each query and visible position; tiles of 4 queries x 4 blocks.
+//! - Cost: `2 * d` multiply-adds for each query and visible position; tiles of 4 queries x 4 blocks. Codes: a quarter of the
+//!   bytes, a conversion and a product for each sixteen of them and tile.
 //! - Error: scores `(d + 1) u * sum |q| |k|`; weights as `exp`; the sum over p positions `(p + p/16 + 5) u`, relative to
 //!   the largest |value|.
 
+mod cache;
 #[cfg(test)]
 mod tests;
 
+pub use cache::LayerCache;
+
 use crate::Isa;
 use crate::elementwise::exp;
-use crate::memory::Floats;
 use crate::parallel::{OutPtr, split};
 use crate::simd::{LANES, Simd, dispatch, largest, sum};
+use cache::Store;
+use dsq_quant::QuantType;
 use std::ops::Range;
-
-/// Keys and values of one layer, allocated once.
-#[derive(Debug, Clone)]
-pub struct LayerCache {
-    kv_heads: usize,
-    d: usize,
-    blocks: usize,
-    keys: Floats,
-    values: Floats,
-}
-
-impl LayerCache {
-    /// Room for `positions` (rounded up to a block of 16).
-    pub fn new(positions: usize, kv_heads: usize, d: usize) -> Self {
-        let blocks = positions.div_ceil(LANES);
-        let keys = Floats::zeroed(kv_heads * blocks * d * LANES);
-        let values = Floats::zeroed(kv_heads * blocks * LANES * d.next_multiple_of(LANES));
-        Self { kv_heads, d, blocks, keys, values }
-    }
-
-    /// Positions that fit.
-    pub fn capacity(&self) -> usize {
-        self.blocks * LANES
-    }
-
-    /// Bytes held in memory.
-    pub fn bytes(&self) -> usize {
-        (self.keys.as_slice().len() + self.values.as_slice().len()) * size_of::<f32>()
-    }
-
-    /// Writes the key and value rows (`[kv_heads, d]`) of one position.
-    ///
-    /// # Panics
-    /// When the position or a length is out of range (the caller's bug).
-    pub fn put(&mut self, position: usize, key: &[f32], value: &[f32]) {
-        let (d, padded) = (self.d, self.d.next_multiple_of(LANES));
-        assert!(position < self.capacity() && key.len() == self.kv_heads * d && value.len() == key.len());
-        let capacity = self.capacity();
-        let (keys, values) = (self.keys.as_mut_slice(), self.values.as_mut_slice());
-        for head in 0..self.kv_heads {
-            let block = ((head * self.blocks + position / LANES) * d) * LANES + position % LANES;
-            for i in 0..d {
-                keys[block + i * LANES] = key[head * d + i];
-            }
-            let row = (head * capacity + position) * padded;
-            values[row..row + d].copy_from_slice(&value[head * d..(head + 1) * d]);
-        }
-    }
-}
 
 /// Queries of one head that are worked on together.
 const TILE: usize = 4;
@@ -92,12 +49,42 @@ fn attend_on(isa: Isa, cache: &LayerCache, q: &[f32], heads: usize, past: usize,
     let m = q.len() / row;
     assert!(past + m <= cache.capacity(), "positions: within the cache");
     let tiles = m.div_ceil(TILE);
-    let (to, job) = (OutPtr(out.as_mut_ptr()), Job { cache, q: q.as_ptr() as usize, heads, past, m, tiles });
+    let (keys, values, scales) = match &cache.store {
+        Store::Floats { keys, values } => {
+            (keys.as_slice().as_ptr().cast(), values.as_slice().as_ptr().cast(), [1.0; 2])
+        }
+        Store::Codes { grid, keys, values } => (keys.as_ptr(), values.as_ptr(), [grid.k.scale, grid.v.scale]),
+    };
+    let (keys, values): (*const u8, *const u8) = (keys, values);
+    let to = OutPtr(out.as_mut_ptr());
+    let job = Job {
+        cache,
+        q: q.as_ptr() as usize,
+        keys: keys as usize,
+        values: values as usize,
+        scales,
+        heads,
+        past,
+        m,
+        tiles,
+    };
     split(heads * tiles, 1, &|units| {
         let mut scores = vec![0.0f32; TILE * (past + m).next_multiple_of(4 * LANES)];
         let (job, scores, out) = (&job, scores.as_mut_ptr(), to.get());
-        // SAFETY: the asserts above; units write disjoint places; `scores` holds TILE padded rows.
-        unsafe { dispatch!(isa, attend_units(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32)) };
+        // SAFETY: the asserts above; units write disjoint places; `scores` holds TILE padded rows; the form is the store's.
+        unsafe {
+            match cache.grid().map(|g| g.args.qtype) {
+                None => {
+                    dispatch!(isa, attend_units::<F32>(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32))
+                }
+                Some(QuantType::Fp8E4M3) => {
+                    dispatch!(isa, attend_units::<E4m3>(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32))
+                }
+                Some(_) => {
+                    dispatch!(isa, attend_units::<Int8>(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32))
+                }
+            }
+        };
     });
 }
 
@@ -105,24 +92,70 @@ struct Job<'a> {
     cache: &'a LayerCache,
     /// Address of the queries (a pointer is not Sync).
     q: usize,
+    /// Addresses of the stored keys and values.
+    keys: usize,
+    values: usize,
+    /// Scales of keys and values; of floats not used.
+    scales: [f32; 2],
     heads: usize,
     past: usize,
     m: usize,
     tiles: usize,
 }
 
-/// Safety: the path's features; the asserts of `attend_on` hold.
+/// A form in which the cache holds a value.
+trait Form {
+    /// Bytes of a value.
+    const BYTES: usize;
+    /// Sixteen values at `p`; `scale` is that of the codes.
+    ///
+    /// Safety: `16 * BYTES` readable bytes; the path's features.
+    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V;
+}
+
+struct F32;
+struct Int8;
+struct E4m3;
+
+impl Form for F32 {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8, _scale: S::V) -> S::V {
+        // SAFETY: the caller's bytes.
+        unsafe { S::load(p.cast()) }
+    }
+}
+
+impl Form for Int8 {
+    const BYTES: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
+        // SAFETY: the caller's bytes.
+        unsafe { S::mul(S::int8(p), scale) }
+    }
+}
+
+impl Form for E4m3 {
+    const BYTES: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
+        // SAFETY: the caller's bytes; the cache holds no NaN codes.
+        unsafe { S::mul(S::e4m3(p), scale) }
+    }
+}
+
+/// Safety: the path's features; the asserts of `attend_on` hold; the cache is of the form `F`.
 #[inline(always)]
-unsafe fn attend_units<S: Simd>(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32) {
+unsafe fn attend_units<S: Simd, F: Form>(job: &Job<'_>, units: Range<usize>, scores: *mut f32, out: *mut f32) {
     for unit in units {
         let (head, first) = (unit / job.tiles, unit % job.tiles * TILE);
         // SAFETY: a tile of four queries if four are left, else one by one.
         unsafe {
             if first + TILE <= job.m {
-                attend_tile::<S, TILE>(job, head, first, scores, out);
+                attend_tile::<S, F, TILE>(job, head, first, scores, out);
             } else {
                 for t in first..job.m {
-                    attend_tile::<S, 1>(job, head, t, scores, out);
+                    attend_tile::<S, F, 1>(job, head, t, scores, out);
                 }
             }
         }
@@ -130,7 +163,7 @@ unsafe fn attend_units<S: Simd>(job: &Job<'_>, units: Range<usize>, scores: *mut
 }
 
 #[inline(always)]
-unsafe fn attend_tile<S: Simd, const R: usize>(
+unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
     job: &Job<'_>,
     head: usize,
     first: usize,
@@ -147,28 +180,53 @@ unsafe fn attend_tile<S: Simd, const R: usize>(
     unsafe {
         let q: [*const f32; R] =
             std::array::from_fn(|r| (job.q as *const f32).add(((first + r) * job.heads + head) * d));
-        let keys = c.keys.as_slice().as_ptr().add(kv * c.blocks * d * LANES);
+        let keys = (job.keys as *const u8).add(kv * c.blocks * d * LANES * F::BYTES);
+        let (block, scale) = (d * LANES * F::BYTES, S::splat(job.scales[0]));
         let mut b = 0;
         while b + 4 <= blocks {
-            score_blocks::<S, R, 4>(&q, keys.add(b * d * LANES), d, scores.add(b * LANES), stride);
+            score_blocks::<S, F, R, 4>(&q, keys.add(b * block), scale, d, scores.add(b * LANES), stride);
             b += 4;
         }
         while b < blocks {
-            score_blocks::<S, R, 1>(&q, keys.add(b * d * LANES), d, scores.add(b * LANES), stride);
+            score_blocks::<S, F, R, 1>(&q, keys.add(b * block), scale, d, scores.add(b * LANES), stride);
             b += 1;
         }
         let mut sums = [0.0f32; R];
         for r in 0..R {
             sums[r] = soften::<S>(scores.add(r * stride), job.past + first + r + 1, blocks * LANES);
         }
-        let values = c.values.as_slice().as_ptr().add(kv * c.capacity() * padded);
+        let values = (job.values as *const u8).add(kv * c.capacity() * padded * F::BYTES);
         let mut at = 0;
         while at + 4 * LANES <= padded {
-            mix::<S, R, 4>(scores, stride, values.add(at), padded, seen, &sums, job, head, first, at, out);
+            mix::<S, F, R, 4>(
+                scores,
+                stride,
+                values.add(at * F::BYTES),
+                padded,
+                seen,
+                &sums,
+                job,
+                head,
+                first,
+                at,
+                out,
+            );
             at += 4 * LANES;
         }
         while at < padded {
-            mix::<S, R, 1>(scores, stride, values.add(at), padded, seen, &sums, job, head, first, at, out);
+            mix::<S, F, R, 1>(
+                scores,
+                stride,
+                values.add(at * F::BYTES),
+                padded,
+                seen,
+                &sums,
+                job,
+                head,
+                first,
+                at,
+                out,
+            );
             at += LANES;
         }
     }
@@ -176,9 +234,10 @@ unsafe fn attend_tile<S: Simd, const R: usize>(
 
 /// Scores of R queries against B blocks of 16 keys.
 #[inline(always)]
-unsafe fn score_blocks<S: Simd, const R: usize, const B: usize>(
+unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
     q: &[*const f32; R],
-    keys: *const f32,
+    keys: *const u8,
+    key_scale: S::V,
     d: usize,
     scores: *mut f32,
     stride: usize,
@@ -187,7 +246,8 @@ unsafe fn score_blocks<S: Simd, const R: usize, const B: usize>(
     unsafe {
         let mut dot = [[S::splat(0.0); B]; R];
         for i in 0..d {
-            let k: [S::V; B] = std::array::from_fn(|b| S::load(keys.add((b * d + i) * LANES)));
+            let k: [S::V; B] =
+                std::array::from_fn(|b| F::load::<S>(keys.add((b * d + i) * LANES * F::BYTES), key_scale));
             for r in 0..R {
                 let qv = S::splat(*q[r].add(i));
                 for b in 0..B {
@@ -232,10 +292,10 @@ unsafe fn soften<S: Simd>(scores: *mut f32, seen: usize, padded: usize) -> f32 {
 
 /// Values weighted by R rows of weights, W vectors of a head wide, written to the output at column `at`.
 #[inline(always)]
-unsafe fn mix<S: Simd, const R: usize, const W: usize>(
+unsafe fn mix<S: Simd, F: Form, const R: usize, const W: usize>(
     weights: *const f32,
     stride: usize,
-    values: *const f32,
+    values: *const u8,
     padded: usize,
     seen: usize,
     sums: &[f32; R],
@@ -248,8 +308,10 @@ unsafe fn mix<S: Simd, const R: usize, const W: usize>(
     // SAFETY: `seen` positions of values; the output rows are the caller's.
     unsafe {
         let mut acc = [[S::splat(0.0); W]; R];
+        let scale = S::splat(job.scales[1]);
         for t in 0..seen {
-            let v: [S::V; W] = std::array::from_fn(|w| S::load(values.add(t * padded + w * LANES)));
+            let v: [S::V; W] =
+                std::array::from_fn(|w| F::load::<S>(values.add((t * padded + w * LANES) * F::BYTES), scale));
             for r in 0..R {
                 let p = S::splat(*weights.add(r * stride + t));
                 for w in 0..W {

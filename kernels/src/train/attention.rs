@@ -3,7 +3,8 @@
 //! - Shapes: `q`, output `[b, t, heads * d]`; `k`, `v` `[b, t, kv_heads * d]`; head `h` reads kv head
 //!   `h / (heads / kv_heads)`.
 //! - Formula: `q' = rope(q) / sqrt(d)`, `k' = rope(k)`, `p = softmax over j <= i of q'[i] . k'[j]`, output `p v`.
-//!   Rotary pairs are half a head apart (Hugging Face's layout).
+//!   Rotary pairs are half a head apart (Hugging Face's layout). With a [`KvGrid`] `k'` and `v` are put on it first, as a KV
+//!   cache of codes holds them; the gradient passes straight through.
 //! - Order: one task for each sequence and kv head; the heads of a group and the blocks of rows go in order, so any
 //!   thread count gives the same bits. Products by the small matrix product of `conv::gemm`.
 //! - Cost: the probabilities of the forward pass are kept, `b * heads * t^2` floats.
@@ -11,7 +12,9 @@
 use super::exp::exp;
 use super::{lane_sum, vectorized};
 use crate::conv::gemm::{Left, Right, gemm};
+use dsq_quant::KvGrid;
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// Rows of a block: columns right of the block are neither computed nor read.
 const BLOCK: usize = 32;
@@ -109,12 +112,41 @@ impl AttentionShape {
         out
     }
 
+    /// Keys `[b, t, kv_heads * d]` after the rotary embedding, `[b, kv_heads, t, d]`: what a cache holds.
+    ///
+    /// # Panics
+    /// As [`Attention::forward`].
+    pub fn rotated_keys(&self, k: &[f32], rope: &Rope) -> Vec<f32> {
+        let heads = (0..self.b * self.kv_heads).into_par_iter().map(|task| {
+            let at = self.offset(task / self.kv_heads, task % self.kv_heads, self.kv_heads);
+            self.rotated(k, at, self.kv_heads, 1.0, rope)
+        });
+        heads.collect::<Vec<_>>().concat()
+    }
+
+    /// The keys of one head as attention multiplies with them, `[t, d]`.
+    fn keys(&self, k: &[f32], offset: usize, rope: &Rope, grid: Option<&KvGrid>) -> Vec<f32> {
+        let mut out = self.rotated(k, offset, self.kv_heads, 1.0, rope);
+        if let Some(g) = grid {
+            g.round(g.k, &mut out);
+        }
+        out
+    }
+
     /// Copies one head's `[t, d]` to its place in a tensor of `heads` heads, `[t, heads * d]` of one sequence.
     fn place(&self, local: &[f32], h: usize, heads: usize, out: &mut [f32]) {
         for (local, out) in local.chunks_exact(self.d).zip(out.chunks_exact_mut(heads * self.d)) {
             out[h * self.d..][..self.d].copy_from_slice(local);
         }
     }
+}
+
+/// The values as attention multiplies with them, in their own layout.
+fn values_on<'a>(v: &'a [f32], grid: Option<&KvGrid>) -> Cow<'a, [f32]> {
+    let Some(g) = grid else { return v.into() };
+    let mut out = v.to_vec();
+    g.round(g.v, &mut out);
+    out.into()
 }
 
 /// `[d, t]` of a head's `[t, d]` at `x[i * row..]`.
@@ -158,19 +190,20 @@ vectorized! {
 }
 
 impl Attention {
-    /// The forward pass.
+    /// The forward pass; with `grid` over keys and values as a cache of codes holds them.
     ///
     /// # Panics
     /// When a slice is shorter than `shape` says, or `rope` was made for fewer tokens or another width.
-    pub fn forward(q: &[f32], k: &[f32], v: &[f32], shape: &AttentionShape, rope: &Rope) -> Self {
+    pub fn forward([q, k, v]: [&[f32]; 3], shape: &AttentionShape, rope: &Rope, grid: Option<&KvGrid>) -> Self {
         let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<(Vec<f32>, Vec<f32>)> = (0..b * kv_heads)
             .into_par_iter()
             .map(|task| {
                 let (b, g) = (task / kv_heads, task % kv_heads);
                 let kv_at = shape.offset(b, g, kv_heads);
-                let kt = transposed(&shape.rotated(k, kv_at, kv_heads, 1.0, rope), d, t, d);
+                let kt = transposed(&shape.keys(k, kv_at, rope, grid), d, t, d);
                 let v = Right { data: &v[kv_at..], row: kv_heads * d };
                 let (mut out, mut probs) = (vec![0.0; group * t * d], vec![0.0; group * t * t]);
                 for (h, (out, probs)) in out.chunks_exact_mut(t * d).zip(probs.chunks_exact_mut(t * t)).enumerate() {
@@ -199,7 +232,7 @@ impl Attention {
         Self { out, probs: parts.into_iter().map(|p| p.1).collect() }
     }
 
-    /// The backward pass: gradients for the gradient `grad` of the output and the inputs of the forward pass.
+    /// The backward pass: gradients for the gradient `grad` of the output and the inputs and the grid of the forward pass.
     ///
     /// # Panics
     /// As [`Attention::forward`].
@@ -209,8 +242,10 @@ impl Attention {
         [q, k, v]: [&[f32]; 3],
         shape: &AttentionShape,
         rope: &Rope,
+        grid: Option<&KvGrid>,
     ) -> AttentionGradients {
         let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<[Vec<f32>; 3]> = self
             .probs
@@ -219,7 +254,7 @@ impl Attention {
             .map(|(task, probs)| {
                 let (b, g) = (task / kv_heads, task % kv_heads);
                 let kv_at = shape.offset(b, g, kv_heads);
-                let k = shape.rotated(k, kv_at, kv_heads, 1.0, rope);
+                let k = shape.keys(k, kv_at, rope, grid);
                 let vt = transposed(&v[kv_at..], kv_heads * d, t, d);
                 let (mut dq, mut dk, mut dv) = (vec![0.0; group * t * d], vec![0.0; t * d], vec![0.0; t * d]);
                 let mut dp = vec![0.0; BLOCK * t];

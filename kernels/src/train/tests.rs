@@ -2,6 +2,7 @@
 
 use super::exp::exp;
 use super::*;
+use dsq_quant::{KvGrid, QuantArgs, QuantType};
 
 pub(super) fn uniform(n: usize, seed: u64) -> Vec<f32> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -247,12 +248,12 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
             (scaled(b * t * heads * d, 8), scaled(b * t * kv_heads * d, 9), scaled(b * t * kv_heads * d, 10));
         let g = uniform(q.len(), 11);
         let wide = |x: &[f32]| x.iter().map(|&v| f64::from(v)).collect::<Vec<f64>>();
-        let run = Attention::forward(&q, &k, &v, &s, &rope);
+        let run = Attention::forward([&q, &k, &v], &s, &rope, None);
         let want = reference_attention(&wide(&q), &wide(&k), &wide(&v), &s, 100.0);
         for (a, b) in run.out.iter().zip(&want) {
             assert!((f64::from(*a) - b).abs() < 4e-6, "{a} {b}");
         }
-        let d = run.backward(&g, [&q, &k, &v], &s, &rope);
+        let d = run.backward(&g, [&q, &k, &v], &s, &rope, None);
         let loss = |o: Vec<f64>| o.iter().zip(&g).map(|(o, &g)| o * f64::from(g)).sum::<f64>();
         let (q64, k64, v64) = (wide(&q), wide(&k), wide(&v));
         check_gradient("v", &v, &d.v, &|v| loss(reference_attention(&q64, &k64, v, &s, 100.0)));
@@ -260,6 +261,51 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
             check_gradient("q", &q, &d.q, &|q| loss(reference_attention(q, &k64, &v64, &s, 100.0)));
             check_gradient("k", &k, &d.k, &|k| loss(reference_attention(&q64, k, &v64, &s, 100.0)));
         }
+    }
+}
+
+/// Attention over keys and values on a grid is what inference computes over a cache of their codes, and the gradient takes the
+/// rounded ones for what they are.
+#[test]
+fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
+    use crate::attention::{LayerCache, attend};
+    let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6 };
+    let rope = Rope::new(s.t, s.d, 100.0);
+    let (q, k, v) =
+        (uniform(s.t * s.heads * s.d, 21), uniform(s.t * s.kv_heads * s.d, 22), uniform(s.t * s.kv_heads * s.d, 23));
+    for qtype in [QuantType::Int8, QuantType::Fp8E4M3] {
+        let grid = KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 0.8, 0.5).unwrap();
+        let run = Attention::forward([&q, &k, &v], &s, &rope, Some(&grid));
+        // `rotated_keys` puts heads before positions; the kernel wants positions first.
+        let by_position = |x: Vec<f32>, heads: usize| {
+            let at = |i: usize| (i / s.d / heads, i / s.d % heads, i % s.d);
+            let value = |i| {
+                let (t, h, c) = at(i);
+                x[(h * s.t + t) * s.d + c]
+            };
+            (0..x.len()).map(value).collect::<Vec<f32>>()
+        };
+        let rotated_q = by_position(AttentionShape { kv_heads: s.heads, ..s }.rotated_keys(&q, &rope), s.heads);
+        let rotated_k = by_position(s.rotated_keys(&k, &rope), s.kv_heads);
+        let (mut cache, row) = (LayerCache::new(s.t, s.kv_heads, s.d, Some(grid)), s.kv_heads * s.d);
+        for t in 0..s.t {
+            cache.put(t, &rotated_k[t * row..][..row], &v[t * row..][..row]);
+        }
+        let mut want = vec![0.0; q.len()];
+        attend(&cache, &rotated_q, s.heads, 0, &mut want);
+        for (a, b) in run.out.iter().zip(&want) {
+            assert!((a - b).abs() < 2e-6, "{qtype:?}: {a} {b}");
+        }
+        let g = uniform(q.len(), 24);
+        let mut on_grid = v.clone();
+        grid.round(grid.v, &mut on_grid);
+        assert_ne!(on_grid, v);
+        let (a, b) = (
+            run.backward(&g, [&q, &k, &v], &s, &rope, Some(&grid)),
+            run.backward(&g, [&q, &k, &on_grid], &s, &rope, Some(&grid)),
+        );
+        assert!(bits(&a.q) == bits(&b.q) && bits(&a.k) == bits(&b.k) && bits(&a.v) == bits(&b.v), "{qtype:?}");
+        assert_ne!(bits(&a.q), bits(&run.backward(&g, [&q, &k, &v], &s, &rope, None).q), "not those of the float keys");
     }
 }
 
@@ -313,8 +359,8 @@ fn any_thread_count_gives_the_same_bits() {
             let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32 };
             let rope = Rope::new(100, 32, 1e4);
             let kv = &x[..m * 32];
-            let a = Attention::forward(&x, kv, &g[..m * 32], &s, &rope);
-            let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope);
+            let a = Attention::forward([&x, kv, &g[..m * 32]], &s, &rope, None);
+            let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope, None);
             let norm = sum_of_squares(&x);
             let distance = masked_error(&x, &g, &labels);
             (

@@ -23,7 +23,8 @@ const AUTOROUND_STEPS: usize = 200;
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq, awq, blockwise and autoround, and for options that measure something, UTF-8, of the kind that the model will see; for image models a folder of
+    /// Text for --method gptq, awq, blockwise and autoround, for --kv-cache and other options that measure something, UTF-8, of
+    /// the kind that the model will see; for image models a folder of
     /// JPEG files, with every method. What is measured on it afterwards says little.
     #[arg(long, value_name = "FILE|DIR")]
     calib: Option<PathBuf>,
@@ -66,7 +67,7 @@ pub(super) struct CalibrationArgs {
 
 /// The calibration text of a model.
 pub(super) struct Text {
-    pub(super) calibration: Calibration,
+    calibration: Calibration,
     /// That of the end-to-end steps, if there are such.
     further: Option<Calibration>,
     path: PathBuf,
@@ -74,6 +75,11 @@ pub(super) struct Text {
 }
 
 impl Text {
+    /// The windows.
+    pub(super) fn calibration(&self) -> &Calibration {
+        &self.calibration
+    }
+
     /// For `--json`.
     pub(super) fn about(&self, args: &Args) -> Value {
         json!({
@@ -118,7 +124,7 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
         ("a scheme with static activations", fixed),
     ];
     let measured = rounding.into_iter().find(|(_, given)| *given).map(|(option, _)| option);
-    let why = measured.or(c.target_bits.map(|_| "--target-bits"));
+    let why = measured.or(c.target_bits.map(|_| "--target-bits")).or(args.kv_cache.map(|_| "--kv-cache"));
     match (args.method, why, &c.calib) {
         (Method::Rtn, Some(why), None) => {
             Err(CliError::usage(format!("--calib: {why} measures the model on text; expected a file, got none"))
@@ -132,8 +138,8 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
             ];
             match given.iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(CliError::usage(format!(
-                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, \
-                     got rtn"
+                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, or an \
+                     option that measures something, got rtn"
                 ))),
                 None => Ok(false),
             }

@@ -9,6 +9,7 @@ use burn::backend::autodiff::{
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 use dsq_kernels::train::{Attention, AttentionShape, Rope};
+use dsq_quant::KvGrid;
 use std::sync::Arc;
 
 /// The backend side of [`attention`].
@@ -21,11 +22,12 @@ pub trait AttentionOps: Backend {
         v: FloatTensor<Self>,
         shape: AttentionShape,
         rope: Arc<Rope>,
+        grid: Option<KvGrid>,
     ) -> FloatTensor<Self>;
 }
 
-fn forward(q: &FlexTensor, k: &FlexTensor, v: &FlexTensor, shape: &AttentionShape, rope: &Rope) -> Attention {
-    Attention::forward(values(q), values(k), values(v), shape, rope)
+fn forward(qkv: [&FlexTensor; 3], shape: &AttentionShape, rope: &Rope, grid: Option<&KvGrid>) -> Attention {
+    Attention::forward(qkv.map(values), shape, rope, grid)
 }
 
 impl AttentionOps for Flex {
@@ -35,9 +37,10 @@ impl AttentionOps for Flex {
         v: FlexTensor,
         shape: AttentionShape,
         rope: Arc<Rope>,
+        grid: Option<KvGrid>,
     ) -> FlexTensor {
         let q = contiguous(q);
-        let done = forward(&q, &contiguous(k), &contiguous(v), &shape, &rope);
+        let done = forward([&q, &contiguous(k), &contiguous(v)], &shape, &rope, grid.as_ref());
         tensor(done.out, q.shape())
     }
 }
@@ -50,6 +53,7 @@ struct State {
     done: Arc<Attention>,
     shape: AttentionShape,
     rope: Arc<Rope>,
+    grid: Option<KvGrid>,
 }
 
 impl<C: CheckpointStrategy> AttentionOps for Autodiff<Flex, C> {
@@ -59,6 +63,7 @@ impl<C: CheckpointStrategy> AttentionOps for Autodiff<Flex, C> {
         v: FloatTensor<Self>,
         shape: AttentionShape,
         rope: Arc<Rope>,
+        grid: Option<KvGrid>,
     ) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct AttentionBackward;
@@ -70,7 +75,7 @@ impl<C: CheckpointStrategy> AttentionOps for Autodiff<Flex, C> {
                 let s = ops.state;
                 let grad = contiguous(grads.consume::<Flex>(&ops.node));
                 let inputs = [values(&s.q), values(&s.k), values(&s.v)];
-                let d = s.done.backward(values(&grad), inputs, &s.shape, &s.rope);
+                let d = s.done.backward(values(&grad), inputs, &s.shape, &s.rope, s.grid.as_ref());
                 let shapes = [s.q.shape(), s.k.shape(), s.v.shape()];
                 for ((node, d), shape) in ops.parents.into_iter().zip([d.q, d.k, d.v]).zip(shapes) {
                     if let Some(node) = node {
@@ -82,20 +87,26 @@ impl<C: CheckpointStrategy> AttentionOps for Autodiff<Flex, C> {
 
         let ((q, q_node), (k, k_node), (v, v_node)) = (q.into_parts(), k.into_parts(), v.into_parts());
         let (q, k, v) = (contiguous(q), contiguous(k), contiguous(v));
-        let mut done = forward(&q, &k, &v, &shape, &rope);
+        let mut done = forward([&q, &k, &v], &shape, &rope, grid.as_ref());
         let out = tensor(std::mem::take(&mut done.out), q.shape());
         match AttentionBackward.prepare::<C>([q_node, k_node, v_node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(State { q, k, v, done: Arc::new(done), shape, rope }, out),
+            OpsKind::Tracked(prep) => prep.finish(State { q, k, v, done: Arc::new(done), shape, rope, grid }, out),
             OpsKind::UnTracked(prep) => prep.finish(out),
         }
     }
 }
 
-/// Causal attention with rotary positions of `q [b, t, heads * d]` to `k`, `v` `[b, t, kv_heads * d]`.
+/// Causal attention with rotary positions of `q [b, t, heads * d]` to `k`, `v` `[b, t, kv_heads * d]`, with `grid` to rotated
+/// keys and values as a cache of codes holds them (the gradient passes straight through).
 ///
 /// # Panics
 /// When a tensor has another shape than `shape` says.
-pub(crate) fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, shape: AttentionShape, rope: Arc<Rope>) -> Tensor<3> {
+pub(crate) fn attention(
+    [q, k, v]: [Tensor<3>; 3],
+    shape: AttentionShape,
+    rope: Arc<Rope>,
+    grid: Option<KvGrid>,
+) -> Tensor<3> {
     let AttentionShape { b, t, heads, kv_heads, d } = shape;
     assert_eq!(q.dims(), [b, t, heads * d]);
     assert_eq!((k.dims(), v.dims()), ([b, t, kv_heads * d], [b, t, kv_heads * d]));
@@ -105,5 +116,6 @@ pub(crate) fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, shape: Attenti
         v.into_dispatch(),
         shape,
         rope,
+        grid,
     ))
 }

@@ -17,6 +17,7 @@ mod calibration;
 pub mod cnn;
 mod gptq;
 mod hessian;
+mod kv_cache;
 mod layer;
 mod sensitivity;
 
@@ -24,6 +25,7 @@ pub use blockwise::{BlockFit, Tuning};
 pub use calibration::Calibration;
 pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
+pub use kv_cache::kv_grids;
 pub use sensitivity::{Choice, Sensitivity, allocate, sensitivity};
 
 use crate::TrainError;
@@ -281,6 +283,21 @@ fn values(t: Tensor<3>) -> Vec<f32> {
     t.into_data().try_into_vec::<f32>().expect("models are f32")
 }
 
+/// The residual stream of each batch before the first layer; `table` is the embedding.
+fn embedded(model: &LlamaConfig, table: Vec<f32>, calibration: &Calibration) -> Vec<(Sequences, Tensor<3>)> {
+    let embedding = Embedding::from_values(table, [model.vocab_size, model.hidden_size], &device());
+    let t = calibration.context();
+    let mut stream: Vec<(Sequences, Tensor<3>)> = Vec::new();
+    for ids in calibration.batches() {
+        let b = ids.len() / t;
+        // All batches but the last have one shape.
+        let like = stream.last().filter(|(_, x)| x.dims()[0] == b).map(|(s, _)| s.clone());
+        let batch = like.unwrap_or_else(|| Sequences::new(model, b, t));
+        stream.push((batch, embedding.forward(Arc::new(ids), b)));
+    }
+    stream
+}
+
 /// A run at the input of a layer.
 struct Run<'a> {
     checkpoint: &'a Checkpoint,
@@ -307,17 +324,7 @@ impl<'a> Run<'a> {
         calibration: &Calibration,
         on_progress: &'a mut dyn FnMut(&PtqProgress),
     ) -> Result<Self, TrainError> {
-        let table = checkpoint.read_f32("model.embed_tokens.weight")?;
-        let embedding = Embedding::from_values(table, [model.vocab_size, model.hidden_size], &device());
-        let t = calibration.context();
-        let mut stream: Vec<(Sequences, Tensor<3>)> = Vec::new();
-        for ids in calibration.batches() {
-            let b = ids.len() / t;
-            // All batches but the last have one shape.
-            let like = stream.last().filter(|(_, x)| x.dims()[0] == b).map(|(s, _)| s.clone());
-            let batch = like.unwrap_or_else(|| Sequences::new(model, b, t));
-            stream.push((batch, embedding.forward(Arc::new(ids), b)));
-        }
+        let stream = embedded(model, checkpoint.read_f32("model.embed_tokens.weight")?, calibration);
         let trains = settings.method.trains();
         let (tuned, steps) = if trains { (settings.tuning.walks(), settings.tuning.steps) } else { (0, 0) };
         let again = if settings.scaling == Scaling::Awq && settings.method != PtqMethod::Rtn { WALKS_AGAIN } else { 0 };
