@@ -352,33 +352,29 @@ fn read_override(
     // From the right: a pattern may hold `=` and `:`.
     let (pattern, scheme) = text.rsplit_once('=').filter(|(p, _)| !p.is_empty()).ok_or_else(wrong)?;
     let pattern = Pattern::new(pattern).map_err(|e| CliError::usage(format!("--override: {e}")))?;
-    Ok((pattern, read_scheme(args, "--override", scheme, granularity, scale_dtype)?))
+    Ok((pattern, read_scheme(args, "--override", scheme, granularity, scale_dtype)?.ok_or_else(wrong)?))
 }
 
-/// `SCHEME[:N|channel|tensor]`.
+/// `SCHEME[:N|channel|tensor]`; `None` when what follows the colon is none of these.
 fn read_scheme(
     args: &Args,
     option: &str,
     scheme: &str,
     granularity: Granularity,
     scale_dtype: FloatType,
-) -> Result<QuantScheme, CliError> {
-    let wrong = || {
-        let got = printable(scheme);
-        CliError::usage(format!("{option}: expected SCHEME[:N|channel|tensor], got {got:?}"))
-    };
+) -> Result<Option<QuantScheme>, CliError> {
     let fixed = QuantScheme::fixed_grid(scheme);
     let scale_dtype = fixed.scale_dtype.unwrap_or(scale_dtype);
     let (name, granularity) = match scheme.split_once(':') {
         None => (scheme, fixed.usual.unwrap_or(granularity)),
         Some((name, "channel")) => (name, Granularity::PerChannel),
         Some((name, "tensor")) => (name, Granularity::PerTensor),
-        Some((name, n)) => {
-            let n = n.parse().ok().filter(|&n: &usize| n > 0).ok_or_else(wrong)?;
-            (name, Granularity::PerGroup(n))
-        }
+        Some((name, n)) => match n.parse().ok().filter(|&n: &usize| n > 0) {
+            Some(n) => (name, Granularity::PerGroup(n)),
+            None => return Ok(None),
+        },
     };
-    weight_scheme(args, option, name, granularity, scale_dtype)
+    weight_scheme(args, option, name, granularity, scale_dtype).map(Some)
 }
 
 /// Quantizes every layer that the scheme names, one layer a task; the codes do not depend on the number of threads.

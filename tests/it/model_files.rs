@@ -217,7 +217,7 @@ fn f084_f085_settings_are_refused_before_any_work() {
     run(&["--group-size", "32", "--ignore", "re:("], &["--ignore", "re:("]);
     run(&["--group-size", "32", "--ignore", "re:.*"], &["at least one layer"]);
     run(&["--group-size", "32", "--scheme", "W5A5"], &["--scheme", "W4A16", "W5A5"]);
-    run(&["--group-size", "32", "--scheme", "W4A4"], &["--scheme", "training", "W4A4"]);
+    run(&["--group-size", "32", "--scheme", "W4A4"], &["--calib", "static activations", "got none"]);
     for bad in [["--method", "magic"], ["--scale-dtype", "f12"], ["--granularity", "row"], ["--group-size", "-1"]] {
         let out = dsq(&[&["quantize", text(&model), "--out", text(&out)], &bad[..]].concat());
         assert_eq!(out.status.code(), Some(2), "{bad:?}");

@@ -251,6 +251,7 @@ fn options_that_cannot_work_are_refused_before_any_work() {
         (&["--target-bits", "4"], &["--target-bits", "at least 5.0000", "got 4"]),
         (&["--target-bits", "5", "--candidates", "W4A16,W5A16"], &["--candidates", "W5A16"]),
         (&["--target-bits", "5", "--candidates", "W4A16,W8A8"], &["--candidates", "alike"]),
+        (&["--target-bits", "5", "--candidates", "W4A16,W8A16:x"], &["--candidates", "W8A16:x"]),
     ] {
         refused(&[&["--calib", calib, "--calib-tokens", "512", "--group-size", "32"][..], more].concat(), words);
     }

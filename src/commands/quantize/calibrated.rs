@@ -138,8 +138,8 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
             ];
             match given.iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(CliError::usage(format!(
-                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, or an \
-                     option that measures something, got rtn"
+                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, or \
+                     --kv-cache, --target-bits, --smooth-quant or --observer weighted-mse, got rtn"
                 ))),
                 None => Ok(false),
             }

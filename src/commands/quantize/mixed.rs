@@ -3,7 +3,7 @@
 
 use super::{Args, default_dtype, granularity, read_scheme, workers};
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::Checkpoint;
+use dsq_checkpoint::{Checkpoint, printable};
 use dsq_quant::{Pattern, QuantConfig, QuantScheme};
 use dsq_train::ptq::{self, Calibration, Sensitivity};
 use serde_json::{Value, json};
@@ -34,10 +34,14 @@ pub(super) fn choose(
     let candidates: Vec<String> =
         if given.is_empty() { USUAL.map(str::to_owned).to_vec() } else { given.iter().map(|c| c.to_owned()).collect() };
     let dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
-    let schemes: Vec<QuantScheme> = candidates
-        .iter()
-        .map(|c| read_scheme(args, "--candidates", c, granularity(args)?, dtype))
-        .collect::<Result<_, _>>()?;
+    let read = |c: &String| {
+        let wrong = || {
+            let got = printable(c);
+            CliError::usage(format!("--candidates: expected SCHEME[:N|channel|tensor],..., got {got:?}"))
+        };
+        read_scheme(args, "--candidates", c, granularity(args)?, dtype)?.ok_or_else(wrong)
+    };
+    let schemes: Vec<QuantScheme> = candidates.iter().map(read).collect::<Result<_, _>>()?;
     if let Some(c) = schemes.iter().position(|s| s.activations != schemes[0].activations) {
         let problem =
             format!("expected candidates that treat activations alike, got {} and {}", candidates[0], candidates[c]);

@@ -141,8 +141,8 @@ pub fn allocate(table: &[Sensitivity], bits: f64) -> Result<Vec<usize>, TrainErr
         got: bits.to_string(),
     };
     let budget = bits * total;
-    // Also false for NaN. What is asked for to the last digit is not refused for the rounding of a sum.
-    if !(least <= budget * (1.0 + 1e-9)) {
+    // What is asked for to the last digit is not refused for the rounding of a sum.
+    if budget.is_nan() || least > budget * (1.0 + 1e-9) {
         return Err(refuse(least));
     }
     // Measured from the least of each set, so that a budget that is just enough is one.
