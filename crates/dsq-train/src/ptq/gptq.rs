@@ -8,8 +8,8 @@
 //! `e` is `|e R|^2`, and its `j`-th term holds only `e_0 .. e_j`. So column `j` takes the code nearest to
 //! `w_j + sum_{i<j} e_i R_ij / R_jj`, where `e_i = w_i - q_i`. One factorization, no inverse.
 
-use super::hessian::{Hessian, dot};
-use dsq_kernels::train::{Strided, matmul};
+use super::hessian::Hessian;
+use dsq_kernels::train::{Strided, dot, matmul};
 use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use rayon::prelude::*;
 
@@ -52,6 +52,10 @@ pub struct Factor {
     order: Vec<usize>,
     /// `R_ij / R_jj` above the diagonal, `[k, k]` row major, in that order.
     coupling: Vec<f32>,
+    /// `R_jj^2`, in that order.
+    squares: Vec<f64>,
+    /// What was added to each element of the diagonal, in that order.
+    added: Vec<f64>,
     damping: f64,
 }
 
@@ -70,11 +74,12 @@ impl Factor {
         let mean = if mean > 0.0 { mean } else { 1.0 };
         dampings().find_map(|damping| {
             let mut a = vec![0.0f64; k * k];
+            let added = |column: usize| damping * mean + if diagonal[column] > 0.0 { 0.0 } else { mean };
             a.par_chunks_mut(k.max(1)).enumerate().for_each(|(i, row)| {
                 for j in i..k {
                     row[j] = h.at(order[i], order[j]);
                 }
-                row[i] = damping * mean + if row[i] > 0.0 { row[i] } else { mean };
+                row[i] = row[i].max(0.0) + added(order[i]);
             });
             // In exact arithmetic no pivot is below what was added: half of it, and rounding has eaten the matrix.
             upper_factor(&mut a, k, damping * mean / 2.0)?;
@@ -85,8 +90,9 @@ impl Factor {
                     row[j] = (a[i * k + j] / pivots[j]) as f32;
                 }
             });
-            let order = order.clone();
-            coupling.iter().all(|c| c.is_finite()).then_some(Self { order, coupling, damping })
+            let (order, squares) = (order.clone(), pivots.iter().map(|p| p * p).collect());
+            let added = order.iter().map(|&c| added(c)).collect();
+            coupling.iter().all(|c| c.is_finite()).then_some(Self { order, coupling, squares, added, damping })
         })
     }
 
@@ -179,9 +185,10 @@ pub(super) fn quantize_and_targets(
     let rtn_error = plain.iter().sum();
     let mut fit = Fit { error: rtn_error, rtn_error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };
     let Some(factor) = factor else { return Ok((matrix, fit, w.to_vec())) };
-    let (chosen, mut targets) = choose(w, n, k, factor, args, &params, &matrix);
+    let (chosen, mut targets, errors) = choose(w, n, k, factor, args, &params, &matrix);
     let rounded = std::mem::replace(&mut matrix.codes, chosen);
-    let chosen = row_errors(w, &matrix, h);
+    // Where much was added to the diagonal, little may be left of the difference.
+    let chosen = if factor.damping > DAMPING { row_errors(w, &matrix, h) } else { errors };
     (fit.error, fit.plain_rows, fit.damping) = (0.0, 0, Some(factor.damping));
     for (r, (&plain, &chosen)) in plain.iter().zip(&chosen).enumerate() {
         if chosen < plain {
@@ -225,7 +232,8 @@ fn row_errors(w: &[f32], matrix: &QuantizedMatrix, h: &Hessian) -> Vec<f64> {
     h.output_errors(&errors)
 }
 
-/// GPTQ's codes and what they were rounded from, `[n, k]`.
+/// GPTQ's codes and what they were rounded from, `[n, k]`, and the output error of each row: what is minimised, `|e R|^2`, whose
+/// `j`-th term is `R_jj` times what rounding did to the target, less what the damping has of it.
 fn choose(
     w: &[f32],
     n: usize,
@@ -234,23 +242,27 @@ fn choose(
     args: QuantArgs,
     params: &[QParams],
     grid: &QuantizedMatrix,
-) -> (Vec<i8>, Vec<f32>) {
-    let Factor { order, coupling, .. } = factor;
+) -> (Vec<i8>, Vec<f32>, Vec<f64>) {
+    let Factor { order, coupling, squares, added, .. } = factor;
     let g = grid.group_len().max(1);
     // Weights in the order of the walk, to which the errors of earlier columns are added.
     let mut target: Vec<f32> = w.chunks(k.max(1)).flat_map(|row| order.iter().map(|&c| row[c])).collect();
     let mut codes = vec![0i8; n * k];
+    let mut losses = vec![0.0f64; n];
     for b0 in (0..k).step_by(BLOCK) {
         let b1 = (b0 + BLOCK).min(k);
         let width = b1 - b0;
         let mut errors = vec![0.0f32; n * width];
         let rows = target.par_chunks_mut(k).zip(errors.par_chunks_mut(width)).zip(codes.par_chunks_mut(k));
-        rows.enumerate().with_min_len(TASK_ROWS).for_each(|(r, ((target, errors), codes))| {
+        let rows = rows.zip(&mut losses).enumerate().with_min_len(TASK_ROWS);
+        rows.for_each(|(r, (((target, errors), codes), loss))| {
             for j in b0..b1 {
                 let c = order[j];
                 let p = params[grid.scale_index(r, c / g)];
                 codes[c] = args.quantize(target[j], p);
-                let e = w[r * k + c] - args.dequantize(codes[c], p);
+                let value = args.dequantize(codes[c], p);
+                let e = w[r * k + c] - value;
+                *loss += f64::from(target[j] - value).powi(2) * squares[j] - f64::from(e).powi(2) * added[j];
                 errors[j - b0] = e;
                 let couplings = &coupling[j * k..][j + 1..b1];
                 target[j + 1..b1].iter_mut().zip(couplings).for_each(|(t, &c)| *t += e * c);
@@ -269,7 +281,8 @@ fn choose(
     targets.par_chunks_mut(k.max(1)).zip(target.par_chunks(k.max(1))).for_each(|(out, target)| {
         order.iter().zip(target).for_each(|(&c, &t)| out[c] = t);
     });
-    (codes, targets)
+    losses.iter_mut().for_each(|l| *l = l.max(0.0));
+    (codes, targets, losses)
 }
 
 #[cfg(test)]

@@ -166,19 +166,6 @@ impl Hessian {
     }
 }
 
-/// The scalar product, over eight lanes that are then added in order.
-pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
-    let mut lanes = [0.0f64; 8];
-    let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
-    let tail: f64 = a8.remainder().iter().zip(b8.remainder()).map(|(x, y)| x * y).sum();
-    for (x, y) in a8.zip(b8) {
-        for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += x[l] * y[l];
-        }
-    }
-    lanes.iter().sum::<f64>() + tail
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::tests::{normal, with_threads};

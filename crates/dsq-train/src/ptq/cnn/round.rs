@@ -6,10 +6,10 @@
 //! rounds that one. `lambda` is a tenth of the mean diagonal: there are fewer pixels than inputs in the last blocks, and what
 //! pictures do not say about a weight must leave it alone.
 
-use crate::ptq::hessian::{Hessian, dot};
+use crate::ptq::hessian::Hessian;
 use crate::ptq::{Factor, gptq_quantize};
 use dsq_kernels::conv::SameConv;
-use dsq_kernels::train::{Strided, matmul};
+use dsq_kernels::train::{Strided, dot, matmul};
 use dsq_quant::{QuantArgs, QuantError, QuantizedMatrix};
 use rayon::prelude::*;
 

@@ -132,7 +132,13 @@ fn codes_are_those_of_the_papers_algorithm_in_f64_for_every_scheme() {
     for a in every_scheme() {
         let params = QuantizedMatrix::qparams_of(&w, n, k, a).unwrap();
         let grid = QuantizedMatrix::quantize_with(&w, n, k, a, &params).unwrap();
-        let (got, _) = choose(&w, n, k, &factor, a, &params, &grid);
+        let (got, _, losses) = choose(&w, n, k, &factor, a, &params, &grid);
+        let q = QuantizedMatrix { codes: got.clone(), ..grid.clone() };
+        for (loss, exact) in losses.iter().zip(exact_errors(&w, &q, &h)) {
+            // Targets are f32 and of the size of a weight, 2^-24 of which is a share of the step: of INT8's some 2^-16.
+            let share = if a.qtype == QuantType::Int8 { 1e-3 } else { 1e-4 };
+            assert!((loss / exact - 1.0).abs() < share, "{a:?}: {loss} against {exact}");
+        }
         let want = reference(&w, n, k, &h, a);
         // A target may lie so near the middle of two codes that f32 and f64 choose differently; from there on that row
         // differs. At eight bits this is likelier: steps are 16 times smaller against the same rounding of f32.
