@@ -47,10 +47,11 @@ impl<C: CheckpointStrategy> FakeQuantOps for Autodiff<Flex, C> {
                 let inside = ops.state;
                 unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
                     let grad = contiguous(grad);
-                    let mut out = vec![0.0; inside.len()];
-                    kernel::straight_through(values(&grad), &inside, &mut out)
-                        .expect("the gradient has the shape of the output");
-                    tensor(out, grad.shape())
+                    let shape = grad.shape();
+                    // In place where nothing else holds the gradient, which is the rule for a weight's.
+                    let mut grad = grad.into_data().try_into_vec::<f32>().expect("gradients are f32");
+                    kernel::straight_through(&mut grad, &inside).expect("the gradient has the shape of the output");
+                    tensor(grad, shape)
                 });
             }
         }

@@ -152,20 +152,17 @@ pub fn fake_quant_with(
     Ok(())
 }
 
-/// The straight-through gradient: `grad` where `inside` is 1, else 0.
+/// Makes a gradient the straight-through one: it stays where `inside` is 1 and becomes 0 elsewhere.
 ///
 /// # Errors
 /// [`QuantError::Length`] when the buffers differ in length.
-pub fn straight_through(grad: &[f32], inside: &[u8], out: &mut [f32]) -> Result<(), QuantError> {
+pub fn straight_through(grad: &mut [f32], inside: &[u8]) -> Result<(), QuantError> {
     check_len("mask", grad.len(), inside.len())?;
-    check_len("output", grad.len(), out.len())?;
-    grad.par_chunks(TASK).zip(out.par_chunks_mut(TASK).zip(inside.par_chunks(TASK))).for_each(
-        |(grad, (out, inside))| {
-            for ((o, &g), &m) in out.iter_mut().zip(grad).zip(inside) {
-                *o = if m != 0 { g } else { 0.0 };
-            }
-        },
-    );
+    grad.par_chunks_mut(TASK).zip(inside.par_chunks(TASK)).for_each(|(grad, inside)| {
+        for (g, &m) in grad.iter_mut().zip(inside) {
+            *g = if m != 0 { *g } else { 0.0 };
+        }
+    });
     Ok(())
 }
 
