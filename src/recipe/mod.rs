@@ -405,19 +405,27 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
 /// `language`: of a language model, whose activations have scales of their own for each token.
 fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliError> {
     let scheme = quant.string("scheme")?;
+    // What the name leaves no choice in need not be said.
+    let fixed = QuantScheme::fixed_grid(&scheme);
+    let (fixed_granularity, group_size) = match fixed.granularity {
+        Some(Granularity::PerGroup(g)) => (None, g as i64),
+        other => (other, 128),
+    };
     let scale_dtype = quant.choice(
         "scale_dtype",
         &[("f32", FloatType::F32), ("f16", FloatType::F16), ("bf16", FloatType::Bf16)],
-        Some(FloatType::Bf16),
+        Some(fixed.scale_dtype.unwrap_or(FloatType::Bf16)),
     )?;
     let named = quant.choice(
         "granularity",
         &[("group", None), ("channel", Some(Granularity::PerChannel)), ("tensor", Some(Granularity::PerTensor))],
-        Some(None),
+        Some(fixed_granularity),
     )?;
+    // Read in any case: a recipe of groups becomes one of channels by `--set quant.granularity=channel` alone.
+    let group_size = quant.count("group_size", 1..=65_536, Some(group_size))?;
     let granularity = match named {
         Some(granularity) => granularity,
-        None => Granularity::PerGroup(quant.count("group_size", 1..=65_536, Some(128))?),
+        None => Granularity::PerGroup(group_size),
     };
     let observer = quant.choice(
         "observer",

@@ -543,3 +543,39 @@ fn f095_a_closed_pipe_ends_quietly() {
         assert_eq!((out.status.code(), String::from_utf8(out.stderr).unwrap().as_str()), (Some(0), ""), "{args:?}");
     }
 }
+
+#[test]
+fn recipes_train_zero_points_and_activations_of_every_dynamic_kind() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    recipe(dir, "micro.toml", |t| t);
+    for (i, set) in [
+        &["quant.asymmetric=true"][..],
+        &["quant.scheme=W4A8", "quant.asymmetric=true", "quant.asymmetric_activations=true"],
+        &["quant.scheme=FP8_DYNAMIC"],
+        &["quant.scheme=MXFP4"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let set: Vec<&str> = set.iter().flat_map(|s| ["--set", s]).collect();
+        let out = format!("run{i}");
+        let seen = object(dir, &[&["train", "micro.toml", "--out", &out], set.as_slice()].concat());
+        let rows = seen["rows"].as_array().unwrap();
+        let of = |name: &str| rows.iter().find(|r| r["name"] == name).map(|r| r["perplexity"].as_f64().unwrap());
+        // The graph and the runtime: an activation's code that flips moves a perplexity in its last digits.
+        let (qat, exported) = (of("qat").unwrap(), of("exported").unwrap());
+        assert!((qat / exported - 1.0).abs() < 1e-3, "{set:?}: {qat} {exported}");
+        let (out, _) = expect(dir, &["inspect", &format!("{out}/exported")], 0);
+        assert!(out.contains("no faults found"), "{out}");
+    }
+    for (set, words) in [
+        (&["quant.asymmetric_activations=true"][..], &["zero point", "float ones"][..]),
+        (&["quant.scheme=FP8_DYNAMIC", "quant.asymmetric=true"], &["no zero point"]),
+        (&["quant.scheme=FP8"], &["quant.scheme", "static FP8 E4M3"]),
+        (&["quant.scheme=FP8_BLOCK"], &["divides in_features", "got 128"]),
+    ] {
+        let err = checked(dir, set, 2);
+        assert!(words.iter().all(|w| err.contains(w)), "{set:?}: {err}");
+    }
+}
