@@ -1,9 +1,10 @@
-//! Whether a model is measured on the text that calibrated it: a sketch of the lines of a text, kept beside the model, and the
+//! Whether a model is measured on the text that calibrated or trained it: a sketch of the lines of a text, kept beside the model, and the
 //! share of another text's lines that are in it. Not a measure of likeness: lines count when they are equal.
 //!
 //! The sketch holds the smallest of the 64-bit hashes of all lines (a bottom-k sketch), so of a text of any length it
 //! has a fixed size, and of the lines whose hash is at most its largest it knows all.
 
+use crate::error::CliError;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
@@ -14,6 +15,9 @@ pub const FILE: &str = "dsq-calibration.json";
 const KEPT: usize = 4096;
 /// Characters that a line has at least to count: short ones (headings, markup) are in many texts.
 const LEAST: usize = 24;
+
+/// The share from which on a person is told: texts of one kind have some lines in common.
+pub const TOLD: f64 = 0.1;
 
 /// What is kept of a calibration text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +47,15 @@ impl Sketch {
         let all = hashes(text);
         let complete = all.len() <= KEPT;
         Self { sha256: sha256(text.as_bytes()), complete, lines: all.into_iter().take(KEPT).collect() }
+    }
+
+    /// The bytes of the file beside a model.
+    ///
+    /// # Errors
+    /// Exit code 70 when it cannot be written as JSON.
+    pub fn file(&self) -> Result<(String, Vec<u8>), CliError> {
+        let bytes = serde_json::to_vec(self).map_err(|e| CliError::new(70, format!("{FILE}: {e}")))?;
+        Ok((FILE.to_owned(), bytes))
     }
 
     /// The share, from 0 to 1, of the different lines of `text` that the sketched text has too: measured on all of them if

@@ -105,9 +105,9 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         .about("seconds", start.elapsed().as_secs_f64());
     if let Some((share, file)) = overlap {
         report = report.about("calibration_overlap", share);
-        if share > 0.0 {
+        if share >= overlap::TOLD {
             output::note(format!(
-                "{}: {:.1}% of the lines of this text are in the text that calibrated {}; expected text that it has not seen",
+                "{}: {:.1}% of the lines of this text are in the text that calibrated or trained {}; expected text that it has not seen",
                 file.display(),
                 100.0 * share,
                 args.model.display()

@@ -183,7 +183,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         }
     };
     if let Some(text) = &text {
-        aux.push((crate::overlap::FILE.to_owned(), text.sketch()?));
+        aux.push(text.sketch()?);
     }
     if let Some(mixed) = &mixed {
         aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));

@@ -4,9 +4,10 @@
 
 use super::{Start, Tick, check_space, place};
 use crate::error::CliError;
-use crate::input;
+use crate::overlap::{self, Sketch};
 use crate::plot::{Series, loss_curve};
 use crate::recipe::LmJob;
+use crate::{input, output};
 use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
@@ -30,6 +31,8 @@ pub struct Plan {
     tokenizer: Vec<u8>,
     train_tokens: Vec<u32>,
     heldout_tokens: Vec<u32>,
+    /// Of the training text.
+    sketch: Sketch,
 }
 
 /// All static checks of a job, cheapest first; reads the texts, trains nothing.
@@ -48,7 +51,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         return Err(CliError::usage(format!("{}: {problem}", recipe_path.display())));
     }
     if let Some(a) = quant.scheme.activations.filter(|a| !a.is_dynamic()) {
-        let problem = "expected float activations (A16) or INT8 ones for each token (A8) for a language model";
+        let problem = "expected float activations (A16) or ones with a scale for each token (A8, FP8_DYNAMIC) for a language model";
         let got = format!("static {} activations", a.qtype.name());
         return Err(CliError::usage(format!("{}: quant.scheme: {problem}, got {got}", recipe_path.display())));
     }
@@ -74,8 +77,19 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         save_every: job.save_every,
         seed,
     };
-    let train_tokens = tokenizer.encode(&input::text(&job.train_text.path)?, Specials::AsText)?;
-    let mut heldout_tokens = tokenizer.encode(&input::text(&job.heldout_text.path)?, Specials::AsText)?;
+    let (train_text, heldout_text) = (input::text(&job.train_text.path)?, input::text(&job.heldout_text.path)?);
+    let sketch = Sketch::new(&train_text);
+    let share = sketch.overlap(&heldout_text);
+    if share >= overlap::TOLD {
+        output::note(format!(
+            "{}: {:.1}% of the lines of this text are in {}, which trains; expected held-out text that it does not hold",
+            job.heldout_text.path.display(),
+            100.0 * share,
+            job.train_text.path.display()
+        ));
+    }
+    let train_tokens = tokenizer.encode(&train_text, Specials::AsText)?;
+    let mut heldout_tokens = tokenizer.encode(&heldout_text, Specials::AsText)?;
     heldout_tokens.truncate(job.eval_tokens);
     train.check(&config, train_tokens.len())?;
     train.check_quant(&config, &quant)?;
@@ -86,7 +100,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("{}: expected at least 2 tokens, got {got}", job.heldout_text.path.display()),
         ));
     }
-    Ok(Plan { config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens })
+    Ok(Plan { config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
 }
 
 impl Plan {
@@ -166,7 +180,8 @@ fn draw_curve(run: &RunDir, name: &str) -> Result<(), CliError> {
 /// Writes the float model, the master weights and the export; each is re-read and proved by `export_folder`.
 fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliError> {
     let config = ModelConfig::Llama(plan.config.clone());
-    let aux = || vec![("tokenizer.json".to_string(), plan.tokenizer.clone())];
+    let sketch = plan.sketch.file()?;
+    let aux = || vec![("tokenizer.json".to_string(), plan.tokenizer.clone()), sketch.clone()];
     let float = |(name, shape, data)| ExportTensor::Float { name, shape, data, dtype: FloatType::F32 };
     for (folder, model) in [(place::FLOAT, &outcome.float), (place::MASTER, &outcome.qat)] {
         let tensors = model.named_tensors().into_iter().map(float).collect();

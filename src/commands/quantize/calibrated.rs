@@ -95,8 +95,8 @@ impl Text {
     }
 
     /// What is written beside the model, so that `dsq eval` can tell when it is measured on this text.
-    pub(super) fn sketch(&self) -> Result<Vec<u8>, CliError> {
-        serde_json::to_vec(&self.sketch).map_err(|e| CliError::new(70, format!("sketch of the text: {e}")))
+    pub(super) fn sketch(&self) -> Result<(String, Vec<u8>), CliError> {
+        self.sketch.file()
     }
 }
 
