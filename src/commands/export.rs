@@ -61,7 +61,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         }
         let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
         let activation = ckpt.activation(&spec.module)?;
-        done.extend(["input_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
+        done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
         bar.inc(1);
         if keep_codes {
             tensors.push(ExportTensor::Linear {

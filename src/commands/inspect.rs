@@ -67,6 +67,7 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
             ("weight_zero_point", true),
             ("weight_shape", false),
             ("input_scale", false),
+            ("input_global_scale", false),
             ("input_zero_point", false),
         ] {
             let name = format!("{}.{part}", spec.module);

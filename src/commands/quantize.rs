@@ -31,11 +31,11 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8, W4A4 (integers), FP8, FP8_DYNAMIC, FP8_BLOCK, MXFP4, FP8A16,
+    /// Preset: W4A16, W8A16, W3A16, W2A16, W8A8, W4A8, W4A4 (integers), FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4, MXFP4, FP8A16,
     /// FP8A16_BLOCK, NVFP4A16 or MXFP4A16 (float codes). A16: activations stay float. A8: they become INT8; of a language model
     /// each token on a scale of its own, found when the model runs (but see --static-activations), of an image model on a
     /// scale from --calib. FP8: activations have one stored scale, from --calib; FP8_DYNAMIC: one for each token, FP8_BLOCK
-    /// and MXFP4: one for each run of a token. W4A4: INT4 activations on one stored scale.
+    /// and MXFP4: one for each run of a token, NVFP4 too, under a global one from --calib. W4A4: INT4 activations on one stored scale.
     #[arg(long, default_value = "W4A16")]
     scheme: String,
     /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
@@ -298,15 +298,8 @@ fn weight_scheme(
     granularity: Granularity,
     scale_dtype: FloatType,
 ) -> Result<QuantScheme, CliError> {
-    let mut scheme = QuantScheme::preset(name, granularity, scale_dtype).map_err(|e| {
-        let e = CliError::usage(format!("{option}: {e}"));
-        match QuantScheme::weights_only(name) {
-            Some(known) => {
-                e.with_hint(format!("{option} {known} stores the same weights and leaves activations float"))
-            }
-            None => e,
-        }
-    })?;
+    let mut scheme =
+        QuantScheme::preset(name, granularity, scale_dtype).map_err(|e| CliError::usage(format!("{option}: {e}")))?;
     scheme = if args.static_activations { scheme.for_tensor() } else { scheme.for_tokens() };
     if args.static_activations && scheme.activations.is_none_or(|a| a.is_dynamic()) {
         let problem = format!("expected a scheme with INT8 activations (W8A8 or W4A8) or FP8, got {name}");
@@ -321,6 +314,12 @@ fn weight_scheme(
     if scheme.weights.has_global_scale() && args.method != Method::Rtn {
         return Err(CliError::usage(format!(
             "--method: layers share a global scale; expected rtn for {name}, got {method}"
+        )));
+    }
+    if scheme.weights.has_global_scale() && args.observer == ObserverName::WeightedMse {
+        let problem = "the ranges of its groups are not searched with weights";
+        return Err(CliError::usage(format!(
+            "--observer: {problem}; expected minmax or mse for {name}, got weighted-mse"
         )));
     }
     if scheme.weights.qtype.float().is_some() && matches!(args.method, Method::Blockwise | Method::Autoround) {

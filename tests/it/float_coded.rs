@@ -100,7 +100,7 @@ fn f084_f085_what_a_float_coded_scheme_does_not_have_is_refused_before_any_work(
         fails(&[&["quantize", text(&model), "--out", text(&out)], more].concat(), 2, words);
         assert!(!out.exists());
     };
-    run(&["--scheme", "NVFP4"], &["--scheme", "NVFP4", "hint: --scheme", "NVFP4A16", "leaves activations float"]);
+    run(&["--scheme", "NVFP4"], &["--calib", "static activations", "got none"]);
     run(&["--scheme", "FP8A16", "--group-size", "32"], &["--scheme", "granularity", "a row or a block"]);
     run(&["--scheme", "NVFP4A16", "--group-size", "32"], &["--scheme", "PerGroup(16)", "NVFP4A16 fixes"]);
     run(&["--scheme", "MXFP4A16", "--scale-dtype", "bf16"], &["scale_dtype", "F8_E8M0", "BF16"]);
@@ -108,5 +108,5 @@ fn f084_f085_what_a_float_coded_scheme_does_not_have_is_refused_before_any_work(
     run(&["--scheme", "NVFP4A16", "--method", "gptq", "--calib", text(&model)], &["--method", "global scale", "gptq"]);
     run(&["--scheme", "FP8A16", "--method", "blockwise", "--calib", text(&model)], &["--method", "integer codes"]);
     run(&["--group-size", "32", "--override", "lm_head=NVFP4A16:32"], &["--override", "PerGroup(16)"]);
-    run(&["--group-size", "32", "--override", "lm_head=NVFP4"], &["--override", "NVFP4A16"]);
+    run(&["--group-size", "32", "--override", "lm_head=NVFP5"], &["--override", "NVFP4A16"]);
 }

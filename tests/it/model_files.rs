@@ -122,7 +122,7 @@ fn a_tied_head_gets_a_scheme_of_its_own_and_becomes_a_matrix_of_its_own() {
             "lm_head=W8A16:48",
             &["got 64 and 48, which does not divide 3 of them", "lm_head (64)", "--ignore down_proj\n"],
         ),
-        ("lm_head=NVFP4", &["--override", "NVFP4A16"]),
+        ("lm_head=NVFP5", &["--override", "NVFP4A16"]),
     ] {
         let args = wrong(given);
         fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), 2, words);

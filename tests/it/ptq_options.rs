@@ -57,23 +57,22 @@ fn stored_and_float_grids_of_activations_are_written_read_and_run() {
             0.1,
         ),
         (&["--scheme", "W8A8", "--asymmetric-activations"], json!(["int", "token", true, false]), 0.02),
-        (&["--scheme", "MXFP4", "--scale-dtype", "e8m0"], float("group", true), 2.0),
+        (&["--scheme", "MXFP4"], float("group", true), 4.0),
+        (&["--scheme", "NVFP4"], json!(["float", "tensor_group", "local", true]), 4.0),
         (&["--scheme", "W4A4", "--group-size", "32"], json!(["int", "tensor", false, false]), 4.0),
     ]
     .into_iter()
     .enumerate()
     {
-        // Names that fix their scales' dtype take none.
-        let more: Vec<&str> = more.iter().copied().filter(|o| !["--scale-dtype", "e8m0"].contains(o)).collect();
         let name = format!("out{i}");
-        let method = ["rtn", "gptq"][i % 2];
-        let text_is_needed = expected[2] == json!(false) || method == "gptq";
+        let method = ["rtn", "gptq"][usize::from(i % 2 == 1 && !more.contains(&"NVFP4"))];
+        let text_is_needed = expected[2] != json!(true) || method == "gptq";
         let folder = case.at(&name);
         if text_is_needed {
-            case.quantize(&name, &[&WINDOWS[..], &["--method", method], &more].concat());
+            case.quantize(&name, &[&WINDOWS[..], &["--method", method], more].concat());
         } else {
             let model = case.at("model");
-            works(&[&["quantize", text(&model), "--out", text(&folder)][..], &more].concat());
+            works(&[&["quantize", text(&model), "--out", text(&folder)][..], more].concat());
         }
         let group = quantization(&folder)["config_groups"]["group_0"]["input_activations"].clone();
         let got = json!([group["type"], group["strategy"], group["dynamic"], group["symmetric"]]);

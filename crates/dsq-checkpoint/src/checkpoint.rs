@@ -285,17 +285,23 @@ impl Checkpoint {
         Ok(fixed.or(InputGrid::dynamic(self.dynamic_activation(module))))
     }
 
-    /// Static quantization of a module's input: scheme, scale and zero point (`input_scale`, `input_zero_point`).
+    /// Static quantization of a module's input: scheme, scale and zero point (`input_scale`, `input_zero_point`; of NVFP4
+    /// the global scale alone, `input_global_scale`).
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] when the config calls for them and they are absent or cannot be used.
     pub fn activation(&self, module: &str) -> Result<Option<(QuantArgs, QParams)>, CheckpointError> {
         let args = self.group_args(module).and_then(|(_, a)| a).filter(|a| !a.is_dynamic());
         let Some(mut args) = args else { return Ok(None) };
-        let name = format!("{module}.input_scale");
-        let scale = self.one(&name, |dtype| dtype.float().is_some())?;
-        args.scale_dtype = scale.0.float().unwrap_or_default();
-        let scale = floats_from_bytes(&scale.1, args.scale_dtype)[0];
+        let global = args.has_global_scale();
+        let name = format!("{module}.{}", if global { "input_global_scale" } else { "input_scale" });
+        let (dtype, bytes) =
+            self.one(&name, |dtype| if global { dtype == Dtype::F32 } else { dtype.float().is_some() })?;
+        let dtype = dtype.float().unwrap_or_default();
+        if !global {
+            args.scale_dtype = dtype;
+        }
+        let scale = floats_from_bytes(&bytes, dtype)[0];
         if !(scale.is_finite() && scale > 0.0) {
             return Err(self.invalid(&name, format!("expected a finite positive number, got {scale}")));
         }

@@ -151,7 +151,8 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         }
     }
     if let Some(activations) = group.activations.as_ref().filter(|a| !a.is_dynamic()) {
-        let (scale, zero) = (name("input_scale"), name("input_zero_point"));
+        let scale = if activations.has_global_scale() { "input_global_scale" } else { "input_scale" };
+        let (scale, zero) = (name(scale), name("input_zero_point"));
         expect_one(ckpt, &scale, problems);
         if activations.mapping == Mapping::Asymmetric {
             expect_one(ckpt, &zero, problems);

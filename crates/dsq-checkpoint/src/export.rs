@@ -337,8 +337,11 @@ fn packed_tensors(layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Vec<Nam
     let mut out = pack(module, shape, matrix, inputs.as_ref());
     if let Some((args, p)) = activation {
         let one = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
-        let scale = TensorData::Float { shape: vec![1], data: vec![p.scale], dtype: args.scale_dtype };
-        out.push(one("input_scale", scale));
+        let (part, dtype) = match args.has_global_scale() {
+            true => ("input_global_scale", FloatType::F32),
+            false => ("input_scale", args.scale_dtype),
+        };
+        out.push(one(part, TensorData::Float { shape: vec![1], data: vec![p.scale], dtype }));
         if args.mapping == dsq_quant::Mapping::Asymmetric {
             out.push(one("input_zero_point", TensorData::I8 { shape: vec![1], data: vec![p.zero as i8] }));
         }
@@ -487,7 +490,9 @@ fn prove(
                 "weight_packed" => "codes",
                 "weight_scale" | "weight_global_scale" => "scales",
                 "weight_zero_point" => "zero_points",
-                "weight_shape" | "input_scale" | "input_zero_point" | "k_scale" | "v_scale" => "other",
+                "weight_shape" | "input_scale" | "input_global_scale" | "input_zero_point" | "k_scale" | "v_scale" => {
+                    "other"
+                }
                 _ => "float",
             };
             *bytes.entry(class).or_insert(0) += p.len();

@@ -220,6 +220,9 @@ pub(crate) fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, Chec
         ("token", None) if activation => Granularity::PerToken,
         ("group", Some(g)) if g > 0 && activation => Granularity::PerTokenGroup(g as usize),
         ("group", Some(g)) if g > 0 => Granularity::PerGroup(g as usize),
+        ("tensor_group", Some(g)) if g > 0 && qtype == QuantType::Fp4E2M1 && activation => {
+            Granularity::PerTokenGroup(g as usize)
+        }
         ("tensor_group", Some(g)) if g > 0 && qtype == QuantType::Fp4E2M1 => Granularity::PerGroup(g as usize),
         ("group" | "tensor_group", g) => {
             let got = g.map_or("nothing".into(), |g| g.to_string());
@@ -236,10 +239,14 @@ pub(crate) fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, Chec
     };
     let dynamic = matches!(granularity, Granularity::PerToken | Granularity::PerTokenGroup(_));
     if activation && !dynamic && granularity != Granularity::PerTensor {
-        let problem = format!("expected \"tensor\", \"token\" or \"group\" for input activations, got {strategy:?}");
+        let problem = format!(
+            "expected \"tensor\", \"token\", \"group\" or \"tensor_group\" for input activations, got {strategy:?}"
+        );
         return Err(f.error("strategy", problem));
     }
-    if dynamic {
+    if dynamic && strategy == "tensor_group" {
+        f.only("dynamic", &Value::String("local".into()), "only the global scale is stored")?;
+    } else if dynamic {
         if f.boolean("dynamic")? != Some(true) {
             let got = f.get("dynamic").map_or("nothing".into(), show);
             return Err(f.error("dynamic", format!("expected true for strategy {strategy:?}, got {got}")));
@@ -305,7 +312,9 @@ pub(crate) fn args_value(args: &QuantArgs) -> Value {
     let (strategy, group_size) = match args.granularity {
         Granularity::PerTensor => ("tensor", None),
         Granularity::PerChannel => ("channel", None),
-        Granularity::PerGroup(g) if args.has_global_scale() => ("tensor_group", Some(g)),
+        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) if args.has_global_scale() => {
+            ("tensor_group", Some(g))
+        }
         Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => ("group", Some(g)),
         Granularity::PerBlock(..) => ("block", None),
         Granularity::PerToken => ("token", None),
@@ -316,7 +325,10 @@ pub(crate) fn args_value(args: &QuantArgs) -> Value {
         "symmetric": args.mapping == Mapping::Symmetric,
         "strategy": strategy,
         "group_size": group_size,
-        "dynamic": args.is_dynamic(),
+        "dynamic": match args.granularity {
+            Granularity::PerTokenGroup(_) if args.has_global_scale() => json!("local"),
+            _ => json!(args.is_dynamic()),
+        },
         "observer": match args.observer {
             _ if args.is_dynamic() => None,
             WeightObserver::MinMax => Some("minmax"),

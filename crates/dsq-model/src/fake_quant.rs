@@ -10,7 +10,7 @@ use burn::backend::autodiff::{
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 use dsq_kernels::fake_quant as kernel;
-use dsq_quant::{QParams, QuantArgs, QuantError};
+use dsq_quant::{InputGrid, QParams, QuantArgs, QuantError};
 use std::sync::Arc;
 
 /// Where the quantization parameters come from.
@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub enum Grid {
     /// From the minimum and maximum of each group of the tensor itself; `[n, k]` = first dimension, the rest.
     OwnRange,
-    /// These, for the whole tensor.
+    /// These, for the whole tensor; of NVFP4 its global scale.
     Fixed(QParams),
 }
 
@@ -74,6 +74,13 @@ fn forward(x: FlexTensor, args: &QuantArgs, grid: Grid) -> (FlexTensor, Vec<u8>)
         Grid::OwnRange => {
             let n = shape[0];
             kernel::fake_quant_weight(x, n, x.len().checked_div(n).unwrap_or(0), args, &mut out, &mut inside)
+        }
+        // The largest of a run is the largest code, so nothing clips.
+        Grid::Fixed(p) if args.has_global_scale() => {
+            out.copy_from_slice(x);
+            inside.fill(1);
+            let k = shape.last().copied().unwrap_or(1);
+            kernel::fake_quant_rows(&mut out, k, &InputGrid { args: *args, params: Some(p) })
         }
         Grid::Fixed(p) => kernel::fake_quant_with(x, args, p, &mut out, &mut inside),
     };

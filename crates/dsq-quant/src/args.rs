@@ -180,6 +180,11 @@ impl QuantArgs {
         Self { qtype: QuantType::Fp4E2M1, ..Self::int4(Granularity::PerGroup(MXFP4_GROUP), FloatType::F8E8M0) }
     }
 
+    /// NVFP4 activations: as the weights, in runs of 16 values of a token, under a stored global scale of the layer's input.
+    pub fn nvfp4_tokens() -> Self {
+        Self { granularity: Granularity::PerTokenGroup(NVFP4_GROUP), ..Self::nvfp4() }
+    }
+
     /// MXFP4 activations: as the weights, in runs of 32 values of a token.
     pub fn mxfp4_tokens() -> Self {
         Self { granularity: Granularity::PerTokenGroup(MXFP4_GROUP), ..Self::mxfp4() }
@@ -204,7 +209,11 @@ impl QuantArgs {
         }
         let got = || format!("{name}, {:?}, {} scales", self.granularity, self.scale_dtype);
         match (self.qtype, self.granularity, self.scale_dtype) {
-            (QuantType::Fp4E2M1, Granularity::PerGroup(NVFP4_GROUP), FloatType::F8E4M3)
+            (
+                QuantType::Fp4E2M1,
+                Granularity::PerGroup(NVFP4_GROUP) | Granularity::PerTokenGroup(NVFP4_GROUP),
+                FloatType::F8E4M3,
+            )
             | (
                 QuantType::Fp4E2M1,
                 Granularity::PerGroup(MXFP4_GROUP) | Granularity::PerTokenGroup(MXFP4_GROUP),
@@ -232,9 +241,11 @@ impl QuantArgs {
         }
     }
 
-    /// Whether scales are found when the model runs, so that none are stored.
+    /// Whether scales are found when the model runs, so that nothing of them is stored. (Of NVFP4 activations the scales
+    /// of runs are found then too, but under a stored global scale.)
     pub fn is_dynamic(&self) -> bool {
-        matches!(self.granularity, Granularity::PerToken | Granularity::PerTokenGroup(_))
+        let tokens = matches!(self.granularity, Granularity::PerToken | Granularity::PerTokenGroup(_));
+        tokens && !self.has_global_scale()
     }
 
     /// The group length along `k`: `k` itself for per-channel and per-tensor; of the last block of a row less may be left.

@@ -14,7 +14,7 @@ pub struct QuantScheme {
 
 impl QuantScheme {
     /// Names of the presets that exist.
-    pub const PRESETS: [&'static str; 16] = [
+    pub const PRESETS: [&'static str; 17] = [
         "W4A16",
         "W8A16",
         "W3A16",
@@ -26,6 +26,7 @@ impl QuantScheme {
         "FP8",
         "FP8_DYNAMIC",
         "FP8_BLOCK",
+        "NVFP4",
         "MXFP4",
         "FP8A16",
         "FP8A16_BLOCK",
@@ -40,8 +41,8 @@ impl QuantScheme {
     /// float activations. (No peer has a name for FP8 weights alone; `FP8A16` follows `NVFP4A16`.) The names without `A16`
     /// have activations of the weights' type too: `FP8` one stored scale for the weight and one for its input,
     /// `FP8_DYNAMIC` one for each row and one for each token, `FP8_BLOCK` one for each block of 128 x 128 and for each 128
-    /// values of a token, `MXFP4` one for each 32 values of a row and of a token; those of tokens are found when the model
-    /// runs. `NVFP4`, whose activations have a stored global scale too, does not exist here and is refused.
+    /// values of a token, `MXFP4` one for each 32 values of a row and of a token, `NVFP4` for each 16, under a stored global
+    /// scale of the weight and of its input; those of tokens are found when the model runs.
     ///
     /// What a name fixes ([`QuantScheme::fixed_grid`]) must be what is given.
     ///
@@ -69,14 +70,9 @@ impl QuantScheme {
                 });
             }
             "FP8A16" | "FP8A16_BLOCK" | "FP8" | "FP8_DYNAMIC" | "FP8_BLOCK" => weights.qtype = QuantType::Fp8E4M3,
-            "NVFP4A16" | "MXFP4A16" | "MXFP4" => weights.qtype = QuantType::Fp4E2M1,
+            "NVFP4A16" | "MXFP4A16" | "NVFP4" | "MXFP4" => weights.qtype = QuantType::Fp4E2M1,
             _ => {
-                let expected = match Self::weights_only(name) {
-                    Some(known) => {
-                        format!("{known}, which leaves activations float ({name} means quantized ones too)")
-                    }
-                    None => format!("one of {}", Self::PRESETS.join(", ")),
-                };
+                let expected = format!("one of {}", Self::PRESETS.join(", "));
                 return Err(QuantError::Setting { field: "scheme", expected, got: name.into() });
             }
         };
@@ -93,6 +89,7 @@ impl QuantScheme {
             "FP8" => activations = Some(QuantArgs::fp8(Granularity::PerTensor, FloatType::F32)),
             "FP8_DYNAMIC" => activations = Some(QuantArgs::fp8(Granularity::PerToken, FloatType::F32)),
             "FP8_BLOCK" => activations = Some(QuantArgs::fp8(Granularity::PerTokenGroup(128), FloatType::F32)),
+            "NVFP4" => activations = Some(QuantArgs::nvfp4_tokens()),
             "MXFP4" => activations = Some(QuantArgs::mxfp4_tokens()),
             _ => {}
         }
@@ -151,19 +148,11 @@ impl QuantScheme {
             "FP8" => (Some(Granularity::PerTensor), None, None),
             "FP8_DYNAMIC" => (Some(Granularity::PerChannel), None, None),
             "FP8A16_BLOCK" | "FP8_BLOCK" => (Some(Granularity::PerBlock(128, 128)), None, None),
-            "NVFP4A16" => (Some(QuantArgs::nvfp4().granularity), Some(FloatType::F8E4M3), None),
+            "NVFP4A16" | "NVFP4" => (Some(QuantArgs::nvfp4().granularity), Some(FloatType::F8E4M3), None),
             "MXFP4A16" | "MXFP4" => (Some(QuantArgs::mxfp4().granularity), Some(FloatType::F8E8M0), None),
             _ => (None, None, None),
         };
         FixedGrid { granularity, scale_dtype, usual: usual.or(granularity) }
-    }
-
-    /// The preset that does to weights what a name of a peer's does to weights and activations.
-    pub fn weights_only(name: &str) -> Option<&'static str> {
-        match name {
-            "NVFP4" => Some("NVFP4A16"),
-            _ => None,
-        }
     }
 }
 
@@ -183,7 +172,8 @@ pub struct FixedGrid {
 pub struct InputGrid {
     /// The scheme.
     pub args: QuantArgs,
-    /// The stored scale and zero point of a static one; `None`: found when the model runs ([`QuantArgs::is_dynamic`]).
+    /// The stored scale and zero point of a static one, of NVFP4 the global scale, a divisor; `None`: found when the model
+    /// runs ([`QuantArgs::is_dynamic`]).
     pub params: Option<QParams>,
 }
 
@@ -198,7 +188,20 @@ impl InputGrid {
     /// # Errors
     /// As [`QuantArgs::qparams`].
     pub fn of_range(args: QuantArgs, lo: f32, hi: f32) -> Result<Self, QuantError> {
+        if args.has_global_scale() {
+            let scale = QuantArgs::global_scale(hi.max(-lo));
+            return Ok(Self { args, params: Some(QParams { scale, zero: 0 }) });
+        }
         Ok(Self { args, params: Some(args.qparams(lo, hi)?) })
+    }
+
+    /// The parameters in effect of a run of values in `[lo, hi]` whose scale is found when the model runs.
+    ///
+    /// # Errors
+    /// As [`QuantArgs::qparams`].
+    pub fn run_qparams(&self, lo: f32, hi: f32) -> Result<QParams, QuantError> {
+        let global = self.params.filter(|_| self.args.has_global_scale()).map(|p| p.scale);
+        Ok(self.args.in_effect(self.args.stored_qparams(lo, hi, global)?, global))
     }
 }
 
@@ -311,8 +314,6 @@ mod tests {
     #[test]
     fn presets_that_would_lie_or_contradict_themselves_are_refused() {
         let preset = QuantScheme::preset;
-        let err = preset("NVFP4", Granularity::PerChannel, FloatType::Bf16).unwrap_err().to_string();
-        assert!(err.contains("A16") && err.contains("activations"), "{err}");
         for name in QuantScheme::PRESETS {
             let fixed = QuantScheme::fixed_grid(name);
             let granularity = fixed.usual.unwrap_or(Granularity::PerGroup(32));

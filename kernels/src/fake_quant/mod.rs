@@ -90,8 +90,8 @@ pub fn fake_quant_weight(
 }
 
 /// Fake-quantizes activations `x [m, k]` in place and on the calling thread: against the stored parameters of a static
-/// grid, else each row, or each run of one, by its own range. Bit-equal to [`fake_quant_with`] and to
-/// [`fake_quant_weight`] of the same rows; a run that cannot be quantized becomes NaN.
+/// grid, else each row, or each run of one, by its own range (of NVFP4 under the stored global scale). Bit-equal to
+/// [`fake_quant_with`] and to [`fake_quant_weight`] of the same rows; a run that cannot be quantized becomes NaN.
 ///
 /// # Errors
 /// [`QuantError::Length`] when `k` does not divide the values, [`QuantError::GroupNotDividing`] when the runs do not divide
@@ -102,10 +102,15 @@ pub fn fake_quant_rows(x: &mut [f32], k: usize, grid: &InputGrid) -> Result<(), 
         return check_len("activations", k, x.len());
     }
     let run = args.group_len(k)?;
+    let fixed = params.filter(|_| !args.has_global_scale());
     let (mut out, mut inside) = (vec![0.0; run], vec![0u8; run]);
     let mut first = Ok(());
     for (i, row) in x.chunks_mut(run).enumerate() {
-        let p = params.map_or_else(|| qparams(range(row), args, i, row), Ok);
+        let found = || {
+            let range = finite(range(row), i, row)?;
+            grid.run_qparams(range.lo, range.hi).map_err(|e| e.in_group(i))
+        };
+        let p = fixed.map_or_else(found, Ok);
         let done = match p {
             Ok(p) => {
                 walk(row, args, p, &mut out, &mut inside);
@@ -182,12 +187,18 @@ pub(crate) fn join(a: Range, b: Range) -> Range {
     Range { lo: a.lo.min(b.lo), hi: a.hi.max(b.hi), finite: a.finite && b.finite }
 }
 
-fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QParams, QuantError> {
+/// The range, unless a value of its group is not finite.
+fn finite(range: Range, group: usize, w: &[f32]) -> Result<Range, QuantError> {
     if !range.finite {
         let at = w.iter().position(|x| !x.is_finite()).unwrap_or(0);
         let count = w.iter().filter(|x| !x.is_finite()).count();
         return Err(QuantError::NonFinite { index: group * w.len() + at, value: w[at], count });
     }
+    Ok(range)
+}
+
+fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QParams, QuantError> {
+    let range = finite(range, group, w)?;
     args.weight_qparams(range.lo, range.hi, |p| squared_error(w, args, p)).map_err(|e| e.in_group(group))
 }
 

@@ -244,6 +244,14 @@ fn runs_of_a_token_have_scales_of_their_own() {
         fake_quant_rows(&mut x, k, &dynamic(args)).unwrap();
         assert_eq!(bits(&x), bits(&reference), "{args:?}");
     }
+    // NVFP4: under the global scale of a whole text, which is not that of these values.
+    let grid = InputGrid::of_range(QuantArgs::nvfp4_tokens(), -3.0, 7.5).unwrap();
+    let global = grid.params.map(|p| p.scale);
+    assert_eq!(global, Some(QuantArgs::global_scale(7.5)));
+    let mut x = normal(3 * 96, 6);
+    let reference = QuantizedMatrix::quantize_under(&x, 3, 96, QuantArgs::nvfp4(), global).unwrap().dequantize();
+    fake_quant_rows(&mut x, 96, &grid).unwrap();
+    assert_eq!(bits(&x), bits(&reference));
     assert!(matches!(
         fake_quant_rows(&mut [1.0; 24], 24, &dynamic(fp8)),
         Err(QuantError::GroupNotDividing { k: 24, group_size: 16 })

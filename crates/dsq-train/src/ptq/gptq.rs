@@ -206,6 +206,21 @@ pub(super) fn quantize_and_targets(
     Ok((matrix, fit, targets))
 }
 
+/// Rounds `w [n, k]` to nearest under the global scale that layers share; what [`quantize_and_targets`] gives.
+pub(super) fn round_under(
+    w: &[f32],
+    n: usize,
+    k: usize,
+    h: &Hessian,
+    args: QuantArgs,
+    global: f32,
+) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
+    let matrix = QuantizedMatrix::quantize_under(w, n, k, args, Some(global))?;
+    let error = row_errors(w, &matrix, h).iter().sum();
+    let fit = Fit { error, rtn_error: error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };
+    Ok((matrix, fit, w.to_vec()))
+}
+
 /// [`QuantizedMatrix::weighted_qparams_of`], some rows in each task where no scale reaches over rows.
 fn weighted_params(
     w: &[f32],

@@ -257,12 +257,13 @@ pub fn quantize_llama(
 }
 
 /// Refuses what a method cannot choose: training learns the scales of integer codes only, and NVFP4's layers share a global
-/// scale, which no method but plain rounding knows.
+/// scale, which no method but rounding knows.
 fn check_codes(settings: &PtqSettings) -> Result<(), TrainError> {
     let config = settings.config;
     let schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
     let trained = settings.method.trains();
-    let bad = |a: &&QuantArgs| a.has_global_scale() || trained && a.qtype.float().is_some();
+    let plain = settings.method == PtqMethod::Rtn && settings.scaling != Scaling::Awq;
+    let bad = |a: &&QuantArgs| a.has_global_scale() && !plain || trained && a.qtype.float().is_some();
     match schemes.map(|s| &s.weights).find(bad) {
         None => Ok(()),
         Some(a) => Err(TrainError::Setting {
