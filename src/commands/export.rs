@@ -77,19 +77,29 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
         }
     }
+    let inputs = if keep_codes { 0 } else { quantized_inputs(&ckpt)? };
     let dropped = cache_scales(&ckpt, keep_codes, &mut tensors, &mut done)?;
     for name in ckpt.names().into_iter().filter(|n| !done.contains(n)) {
         tensors.push(float_tensor(&ckpt, name, args.dtype)?);
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let mut scheme = scheme_of(&tensors, ckpt.config())?;
+    let mut scheme = scheme_of(&tensors, &ckpt)?;
     if let Some(scheme) = &mut scheme {
         scheme.kv_cache = ckpt.kv_cache();
     }
     let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
-    report(&args, global, &proof, dropped);
+    report(&args, global, &proof, dropped, inputs);
     Ok(0)
+}
+
+/// How many layers have inputs on grids, which a float folder has no place for.
+fn quantized_inputs(ckpt: &Checkpoint) -> Result<usize, CliError> {
+    let mut count = 0;
+    for spec in ckpt.config().linears() {
+        count += usize::from(ckpt.input_grid(&spec.module)?.is_some());
+    }
+    Ok(count)
 }
 
 /// Carries the scales of a KV cache over; a float folder has no scheme to put them in, so there they are left out, and it is
@@ -115,17 +125,17 @@ fn cache_scales(
 
 /// The schemes of quantized layers: that of the first for all, an override for each that differs, and the layers that stay
 /// in float; `None` when none is quantized.
-fn scheme_of(tensors: &[ExportTensor], model: &ModelConfig) -> Result<Option<QuantConfig>, CliError> {
+fn scheme_of(tensors: &[ExportTensor], ckpt: &Checkpoint) -> Result<Option<QuantConfig>, CliError> {
     let mut schemes = Vec::new();
     for tensor in tensors {
         if let ExportTensor::Linear { module, matrix, activation, .. } = tensor {
-            schemes
-                .push((module.clone(), QuantScheme { weights: matrix.args, activations: activation.map(|(a, _)| a) }));
+            let activations = activation.map(|(a, _)| a).or(ckpt.dynamic_activation(module));
+            schemes.push((module.clone(), QuantScheme { weights: matrix.args, activations }));
         }
     }
     let Some(&(_, first)) = schemes.first() else { return Ok(None) };
     let quantized: HashSet<&String> = schemes.iter().map(|(module, _)| module).collect();
-    let float = model.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(m));
+    let float = ckpt.config().linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(m));
     let usage = |e: dsq_quant::QuantError| CliError::usage(e.to_string());
     let mut config = QuantConfig::new(first, &float.collect::<Vec<_>>()).map_err(usage)?;
     for (module, scheme) in schemes.iter().filter(|(_, s)| *s != first) {
@@ -134,13 +144,16 @@ fn scheme_of(tensors: &[ExportTensor], model: &ModelConfig) -> Result<Option<Qua
     Ok(Some(config))
 }
 
-fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize) {
+fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize, inputs: usize) {
     let size: u64 = proof.bytes.values().sum();
     if global.json {
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
         let mut object = json!({"out": args.out, "bytes": proof.bytes, "rows": [row]});
         if dropped > 0 {
             object["dropped_kv_scales"] = dropped.into();
+        }
+        if inputs > 0 {
+            object["dropped_input_grids"] = inputs.into();
         }
         output::line(object.to_string());
         return;
@@ -151,6 +164,11 @@ fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize) {
     if dropped > 0 {
         output::line(format!(
             "note: the {dropped} scales of the KV cache are left out: a float model has a float cache"
+        ));
+    }
+    if inputs > 0 {
+        output::line(format!(
+            "note: the inputs of {inputs} layers are on no grid any more: a float model computes in float"
         ));
     }
     output::line("proof: every tensor was read back equal (dsq-proof.json)");

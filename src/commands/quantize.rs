@@ -36,9 +36,10 @@ pub struct Args {
     /// each token on a scale of its own, found when the model runs (but see --static-activations), of an image model on a
     /// scale from --calib. FP8: activations have one stored scale, from --calib; FP8_DYNAMIC: one for each token, FP8_BLOCK
     /// and MXFP4: one for each run of a token, NVFP4 too, under a global one from --calib. W4A4: INT4 activations on one stored scale.
-    #[arg(long, default_value = "W4A16")]
-    scheme: String,
-    /// Which weights share a scale [default: group; channel for FP8A16; what the name says for the other float codes].
+    /// [default: W4A16]
+    #[arg(long)]
+    scheme: Option<String>,
+    /// Which weights share a scale [default: group; channel for FP8A16 and W8A8; what the name says for the other float codes].
     #[arg(long, value_enum)]
     granularity: Option<GranularityName>,
     /// Weights that share a scale, with --granularity group; must divide in_features of every quantized layer
@@ -132,6 +133,13 @@ struct Layer {
     fit: Option<Fit>,
 }
 
+impl Args {
+    /// The preset of all layers that get no other.
+    fn scheme(&self) -> &str {
+        self.scheme.as_deref().unwrap_or("W4A16")
+    }
+}
+
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     // All that can be known without reading a weight comes first; of an image model also rounding takes --calib.
@@ -151,8 +159,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::usage(format!("{option}: only for image models; expected no such option, got it")));
     }
     let mut model = ckpt.config().clone();
-    let mut config = quant_config(&args, &ckpt, &mut model)?;
+    let candidates = mixed::candidates(&args, &ckpt)?;
+    let mut config = quant_config(&args, &ckpt, &mut model, &candidates)?;
     check_groups(&args.model, &model, &config)?;
+    if let Some(target) = args.calibration.target_bits {
+        mixed::check(&args, &model, &config, &candidates, target)?;
+    }
     let looks = calibrated::looks_at_text(&args, &config)?;
     let mut aux = ckpt.aux_files()?;
     let text = match args.calibration.calib() {
@@ -161,8 +173,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     };
     let mut mixed = None;
     if let (Some(target), Some(text)) = (args.calibration.target_bits, &text) {
-        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, text.calibration(), target)?);
-        check_groups(&args.model, &model, &config)?;
+        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, candidates, text.calibration(), target)?);
     }
 
     let specs: Vec<LinearSpec> =
@@ -219,7 +230,13 @@ fn degenerate_entry(layer: &Layer) -> (String, usize) {
 }
 
 /// The schemes and what they leave alone, checked against the model; unties `model`'s head if it gets a scheme.
-fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Result<QuantConfig, CliError> {
+/// `candidates`: those of mixed precision, the first of which stands for the scheme until one is chosen for each layer.
+fn quant_config(
+    args: &Args,
+    ckpt: &Checkpoint,
+    model: &mut ModelConfig,
+    candidates: &[(String, QuantScheme)],
+) -> Result<QuantConfig, CliError> {
     let at = printable(&args.model.to_string_lossy());
     if ckpt.quantization().is_some() {
         return Err(CliError::usage(format!(
@@ -237,10 +254,13 @@ fn quant_config(args: &Args, ckpt: &Checkpoint, model: &mut ModelConfig) -> Resu
     }
     let asked = asked_granularity(args)?;
     let scale_dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
-    let fixed = QuantScheme::fixed_grid(&args.scheme);
+    let fixed = QuantScheme::fixed_grid(args.scheme());
     let common = asked.or(fixed.usual).unwrap_or(Granularity::PerGroup(DEFAULT_GROUP));
     let dtype = args.scale_dtype.or(fixed.scale_dtype).unwrap_or(scale_dtype);
-    let scheme = weight_scheme(args, "--scheme", &args.scheme, common, dtype)?;
+    let scheme = match candidates.first() {
+        Some((_, first)) => *first,
+        None => weight_scheme(args, "--scheme", args.scheme(), common, dtype)?,
+    };
     // What layers with another scheme get unless they say more.
     let others = granularity(args)?;
     let mut names: Vec<String> = model.linears().into_iter().map(|l| l.module).collect();

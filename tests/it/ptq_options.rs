@@ -80,6 +80,15 @@ fn stored_and_float_grids_of_activations_are_written_read_and_run() {
         assert!(works(&["inspect", text(&folder)]).contains("no faults found"), "{more:?}");
         let seen = kl(&case, &name);
         assert!(seen > 0.0 && seen < most, "{more:?}: {seen}");
+        // Another export carries the grids over, byte for byte.
+        let again = case.at(&format!("again{i}"));
+        works(&["export", text(&folder), "--out", text(&again), "--format", "compressed-tensors"]);
+        for file in ["config.json", "model.safetensors"] {
+            assert!(
+                std::fs::read(folder.join(file)).unwrap() == std::fs::read(again.join(file)).unwrap(),
+                "{more:?} {file}"
+            );
+        }
         // The two passes round the same numbers but for the last bits of their sums, which seldom change a code: coarser
         // codes cost more when they do.
         let apart = apart(&folder);
@@ -245,6 +254,16 @@ fn options_that_cannot_work_are_refused_before_any_work() {
     refused(&["--asymmetric-activations", "--group-size", "32"], &["--asymmetric-activations", "float"]);
     refused(&["--scheme", "FP8_BLOCK"], &["128", "64"]);
     refused(&["--candidates", "W4A16"], &["--target-bits"]);
+    let budget = ["--target-bits", "6", "--group-size", "32", "--calib", calib];
+    refused(&[&budget[..], &["--scheme", "W4A8"]].concat(), &["--scheme", "--candidates", "got W4A8"]);
+    refused(&[&budget[..], &["--override", "re:model.*=W4A16:32"]].concat(), &["--target-bits", "got none"]);
+    for mixed in [["--ignore", "v_proj"], ["--override", "up_proj=W4A16:32"]] {
+        let words = ["read one tensor", "INT8 PerToken", "float"];
+        refused(&[&["--scheme", "W4A8", "--group-size", "32"][..], &mixed].concat(), &words);
+    }
+    for (option, value) in [("--steps", "1000001"), ("--epochs", "0"), ("--epochs", "18446744073709551615")] {
+        refused(&["--method", "autoround", "--calib", calib, option, value], &[option, "1000000", value]);
+    }
     for (more, words) in [
         (&["--target-bits", "0.5"][..], &["--target-bits", "0.5"][..]),
         (&["--target-bits", "4"], &["--target-bits", "at least 5.0000", "got 4"]),

@@ -7,7 +7,7 @@ use crate::json::read_json;
 use crate::kv_cache;
 use crate::packed::{DiskFormat, WEIGHT_PARTS, expected_tensors};
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
-use dsq_quant::Mapping;
+use dsq_quant::{InputGrid, Mapping};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
@@ -28,6 +28,9 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
     }
     for spec in ckpt.config().linears() {
         check_linear(ckpt, &spec, &mut problems, &mut used);
+    }
+    if problems.is_empty() {
+        check_shared_inputs(ckpt, &mut problems);
     }
     check_kv_cache(ckpt, &mut problems, &mut used);
     let mut faults = Vec::new();
@@ -156,8 +159,32 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         expect_one(ckpt, &scale, problems);
         if activations.mapping == Mapping::Asymmetric {
             expect_one(ckpt, &zero, problems);
+        } else if ckpt.info(&zero).is_some() {
+            problems.push((zero.clone(), "zero point of a symmetric scheme; expected no such tensor, got one".into()));
         }
         used.extend([scale, zero]);
+    }
+}
+
+/// Layers that read one tensor (q, k and v; gate and up) must read it in one form. Asked once all tensors are there.
+fn check_shared_inputs(ckpt: &Checkpoint, problems: &mut Problems) {
+    for spec in ckpt.config().linears() {
+        for other in ckpt.config().fused_with(&spec.module) {
+            let (Ok(a), Ok(b)) = (ckpt.input_grid(&spec.module), ckpt.input_grid(&other)) else { continue };
+            if a != b {
+                let form = |g: Option<InputGrid>| match g {
+                    None => "float".to_owned(),
+                    Some(InputGrid { args, params: None }) => format!("{} {:?}", args.qtype.name(), args.granularity),
+                    Some(InputGrid { args, params: Some(p) }) => {
+                        format!("{} at scale {} and zero point {}", args.qtype.name(), p.scale, p.zero)
+                    }
+                };
+                let what =
+                    format!("{other} reads the same tensor; expected one form of it, got {} and {}", form(a), form(b));
+                problems.push((spec.module.clone(), what));
+                return;
+            }
+        }
     }
 }
 

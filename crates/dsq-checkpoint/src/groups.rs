@@ -2,7 +2,7 @@
 //! division itself (see `QuantArgs::group_len`).
 
 use crate::{CheckpointError, ModelConfig};
-use dsq_quant::{QuantConfig, QuantError};
+use dsq_quant::{QuantArgs, QuantConfig, QuantError};
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -12,6 +12,7 @@ use std::path::Path;
 /// # Errors
 /// [`CheckpointError::Usage`] (exit code 2).
 pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> Result<(), CheckpointError> {
+    check_shared_inputs(file, config, scheme)?;
     let mut bad: Vec<(String, usize)> = Vec::new();
     let mut sizes: Vec<usize> = Vec::new();
     let (mut good_leaves, mut divisor) = (HashSet::new(), 0);
@@ -62,6 +63,29 @@ pub fn check_groups(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> 
         hint.push_str(&format!(", or leave these layers in float: {}", ignore.join(" ")));
     }
     Err(CheckpointError::usage(file, "--group-size", problem).with_hint(hint))
+}
+
+/// Whether layers that read one tensor (q, k and v; gate and up) read it in one form.
+fn check_shared_inputs(file: &Path, config: &ModelConfig, scheme: &QuantConfig) -> Result<(), CheckpointError> {
+    let form = |module: &str| scheme.scheme_for(module).and_then(|s| s.activations);
+    let name =
+        |a: Option<QuantArgs>| a.map_or("float".to_owned(), |a| format!("{} {:?}", a.qtype.name(), a.granularity));
+    for spec in config.linears() {
+        for other in config.fused_with(&spec.module) {
+            let (a, b) = (form(&spec.module), form(&other));
+            if a != b {
+                let problem = format!(
+                    "{} and {other} read one tensor; expected one form of it, got {} and {}",
+                    spec.module,
+                    name(a),
+                    name(b)
+                );
+                return Err(CheckpointError::usage(file, "activations", problem)
+                    .with_hint("give both the same scheme of activations, or leave both in float"));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn gcd(a: usize, b: usize) -> usize {

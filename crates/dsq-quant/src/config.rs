@@ -195,13 +195,20 @@ impl InputGrid {
         Ok(Self { args, params: Some(args.qparams(lo, hi)?) })
     }
 
-    /// The parameters in effect of a run of values in `[lo, hi]` whose scale is found when the model runs.
+    /// The parameters in effect of a run of values in `[lo, hi]` whose scale is found when the model runs. Under a global
+    /// scale the run's own is at most the largest E4M3 number: values beyond what calibration met clip, as on any stored grid.
     ///
     /// # Errors
     /// As [`QuantArgs::qparams`].
     pub fn run_qparams(&self, lo: f32, hi: f32) -> Result<QParams, QuantError> {
-        let global = self.params.filter(|_| self.args.has_global_scale()).map(|p| p.scale);
-        Ok(self.args.in_effect(self.args.stored_qparams(lo, hi, global)?, global))
+        let Some(global) = self.params.filter(|_| self.args.has_global_scale()).map(|p| p.scale) else {
+            return self.args.qparams(lo, hi);
+        };
+        let stored = match self.args.stored_qparams(lo, hi, Some(global)) {
+            Err(QuantError::ScaleOverflow { .. }) => QParams { scale: self.args.scale_dtype.max(), zero: 0 },
+            stored => stored?,
+        };
+        Ok(self.args.in_effect(stored, Some(global)))
     }
 }
 

@@ -252,6 +252,11 @@ fn runs_of_a_token_have_scales_of_their_own() {
     let reference = QuantizedMatrix::quantize_under(&x, 3, 96, QuantArgs::nvfp4(), global).unwrap().dequantize();
     fake_quant_rows(&mut x, 96, &grid).unwrap();
     assert_eq!(bits(&x), bits(&reference));
+    // Beyond the largest value of calibration a run clips: scale 448 over the global one, largest code 6.
+    let mut x = [0.5f32; 16];
+    x[3] = 75.0;
+    fake_quant_rows(&mut x, 16, &grid).unwrap();
+    assert_eq!((x[3], x[0]), (448.0 / global.unwrap() * 6.0, 448.0 / global.unwrap() * 0.5));
     assert!(matches!(
         fake_quant_rows(&mut [1.0; 24], 24, &dynamic(fp8)),
         Err(QuantError::GroupNotDividing { k: 24, group_size: 16 })

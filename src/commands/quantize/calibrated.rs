@@ -17,6 +17,8 @@ use std::path::PathBuf;
 const DEFAULT_TOKENS: usize = 32_768;
 /// Tokens of a window unless told otherwise, or the model's limit.
 const DEFAULT_CONTEXT: usize = 512;
+/// Steps, or passes, of training at most.
+const MOST_STEPS: usize = 1_000_000;
 /// Steps of learned rounding for each block unless --epochs says otherwise (AutoRound's own default).
 const AUTOROUND_STEPS: usize = 200;
 
@@ -34,7 +36,8 @@ pub(super) struct CalibrationArgs {
     /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     calib_context: Option<usize>,
-    /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq or blockwise chooses codes.
+    /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq, autoround or blockwise chooses
+    /// codes.
     #[arg(long)]
     awq_scales: bool,
     /// Divide inputs of large magnitude, and multiply their weights, by SmoothQuant's scales with this alpha (0 to 1; 0.5 is
@@ -114,7 +117,7 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
         let problem = "it makes the grids of activations finer, and the scheme leaves these float";
         return Err(CliError::usage(format!(
             "--smooth-quant: {problem}; expected W8A8, W4A8 or FP8, got {} and alpha {alpha}",
-            args.scheme
+            args.scheme()
         )));
     }
     let fixed = schemes().any(|s| s.activations.is_some_and(|a| !a.is_dynamic()));
@@ -207,6 +210,11 @@ impl CalibrationArgs {
             let problem =
                 format!("only training takes it; expected --method blockwise or autoround, got {method_name}");
             return Err(CliError::usage(format!("{option}: {problem}")));
+        }
+        for (option, given, least) in [("--steps", self.steps, 0), ("--epochs", self.epochs, 1)] {
+            if let Some(n) = given.filter(|n| !(least..=MOST_STEPS).contains(n)) {
+                return Err(CliError::usage(format!("{option}: expected {least} to {MOST_STEPS}, got {n}")));
+            }
         }
         for (option, rate) in [("--end-weight-rate", self.end_weight_rate), ("--end-scale-rate", self.end_scale_rate)] {
             if let Some(rate) = rate.filter(|r| !(0.0..=0.1).contains(r)) {

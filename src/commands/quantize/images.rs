@@ -61,7 +61,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
         Percentile::new(p).map_err(|e| CliError::usage(format!("--activation-percentile: {e}")))?;
         if config.scheme.activations.is_none() {
             let problem = "expected a scheme with quantized activations, as W4A8, got";
-            return Err(CliError::usage(format!("--activation-percentile: {problem} {}", args.scheme)));
+            return Err(CliError::usage(format!("--activation-percentile: {problem} {}", args.scheme())));
         }
     }
     let Some(dir) = args.calibration.calib() else {
@@ -117,10 +117,10 @@ fn quant_config(args: &Args, model: &EfficientNetConfig) -> Result<QuantConfig, 
         }
     }
     let dtype = args.scale_dtype.unwrap_or(FloatType::F32);
-    let mut scheme = QuantScheme::preset(&args.scheme, Granularity::PerChannel, dtype)
+    let mut scheme = QuantScheme::preset(args.scheme(), Granularity::PerChannel, dtype)
         .map_err(|e| CliError::usage(format!("--scheme: {e}")))?;
     if scheme.weights.qtype.float().is_some() {
-        let got = &args.scheme;
+        let got = args.scheme();
         return Err(CliError::usage(format!("--scheme: expected integer codes for an image model, got {got}")));
     }
     if args.asymmetric {

@@ -3,7 +3,7 @@
 
 use super::{Args, default_dtype, granularity, read_scheme, workers};
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, printable};
+use dsq_checkpoint::{Checkpoint, ModelConfig, check_groups, printable};
 use dsq_quant::{Pattern, QuantConfig, QuantScheme};
 use dsq_train::ptq::{self, Calibration, Sensitivity};
 use serde_json::{Value, json};
@@ -21,36 +21,94 @@ pub(super) struct Mixed {
     chosen: Vec<usize>,
 }
 
+/// The candidates with their names; none without `--target-bits`.
+///
+/// # Errors
+/// Exit code 2 for names that are no scheme, for schemes that treat activations differently or put them on stored grids, and for
+/// `--scheme` beside them.
+pub(super) fn candidates(args: &Args, ckpt: &Checkpoint) -> Result<Vec<(String, QuantScheme)>, CliError> {
+    if args.calibration.target_bits.is_none() {
+        return Ok(Vec::new());
+    }
+    if let Some(scheme) = &args.scheme {
+        let problem = "--target-bits chooses among --candidates; expected no --scheme";
+        return Err(CliError::usage(format!("--scheme: {problem}, got {scheme}"))
+            .with_hint("name the schemes to choose from: --candidates W4A8,W8A8"));
+    }
+    let given = &args.calibration.candidates;
+    let names: Vec<String> = if given.is_empty() { USUAL.map(str::to_owned).to_vec() } else { given.clone() };
+    let dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
+    let read = |name: String| {
+        let wrong = || {
+            let got = printable(&name);
+            CliError::usage(format!("--candidates: expected SCHEME[:N|channel|tensor],..., got {got:?}"))
+        };
+        let scheme = read_scheme(args, "--candidates", &name, granularity(args)?, dtype)?.ok_or_else(wrong)?;
+        Ok((name, scheme))
+    };
+    let found: Vec<(String, QuantScheme)> = names.into_iter().map(read).collect::<Result<_, CliError>>()?;
+    if let Some((name, _)) = found.iter().find(|(_, s)| s.activations != found[0].1.activations) {
+        let problem = format!("expected candidates that treat activations alike, got {} and {name}", found[0].0);
+        return Err(CliError::usage(format!("--candidates: {problem}")));
+    }
+    if let Some((name, _)) = found.iter().find(|(_, s)| s.activations.is_some_and(|a| !a.is_dynamic())) {
+        let problem = format!("expected candidates without stored grids of activations, got {name}");
+        return Err(CliError::usage(format!("--candidates: {problem}")));
+    }
+    Ok(found)
+}
+
+/// What shapes alone can tell: whether every candidate fits every layer, and the budget the least of them.
+///
+/// # Errors
+/// Exit code 2.
+pub(super) fn check(
+    args: &Args,
+    model: &ModelConfig,
+    config: &QuantConfig,
+    candidates: &[(String, QuantScheme)],
+    target: f64,
+) -> Result<(), CliError> {
+    for (_, scheme) in candidates {
+        check_groups(&args.model, model, &QuantConfig { scheme: *scheme, ..config.clone() })?;
+    }
+    let own = |module: &str| config.overrides.iter().any(|(p, _)| p.matches(module));
+    let (mut weights, mut least) = (0.0, 0.0);
+    for spec in model.linears().iter().filter(|l| config.scheme_for(&l.module).is_some() && !own(&l.module)) {
+        let (n, k) = (spec.n(), spec.k());
+        let mut bits = f64::INFINITY;
+        for (name, scheme) in candidates {
+            let of = scheme.weights.bits_per_weight(n, k);
+            bits = bits.min(of.map_err(|e| CliError::usage(format!("--candidates: {name}: {e}")))?);
+        }
+        weights += (n * k) as f64;
+        least += bits * (n * k) as f64;
+    }
+    if weights == 0.0 {
+        let problem = "every layer is ignored or has a scheme by --override; expected one to choose for, got none";
+        return Err(CliError::usage(format!("--target-bits: {problem}")));
+    }
+    if least > target * weights * (1.0 + 1e-9) {
+        let least = least / weights;
+        let problem = format!("expected at least {least:.4}, the fewest that the candidates allow, got {target}");
+        return Err(CliError::usage(format!("--target-bits: {problem}")).with_hint(
+            "give a larger --target-bits or candidates of fewer bits: --candidates W2A16,W3A16,W4A16,W8A16",
+        ));
+    }
+    Ok(())
+}
+
 /// Measures the candidates and gives each set of layers the one that the budget allows, as overrides of `config`.
 pub(super) fn choose(
     args: &Args,
     global: &Global,
     ckpt: &Checkpoint,
     config: &mut QuantConfig,
+    candidates: Vec<(String, QuantScheme)>,
     calibration: &Calibration,
     target: f64,
 ) -> Result<Mixed, CliError> {
-    let given = &args.calibration.candidates;
-    let candidates: Vec<String> =
-        if given.is_empty() { USUAL.map(str::to_owned).to_vec() } else { given.iter().map(|c| c.to_owned()).collect() };
-    let dtype = args.scale_dtype.or(default_dtype(ckpt)).unwrap_or_else(|| ckpt.main_dtype());
-    let read = |c: &String| {
-        let wrong = || {
-            let got = printable(c);
-            CliError::usage(format!("--candidates: expected SCHEME[:N|channel|tensor],..., got {got:?}"))
-        };
-        read_scheme(args, "--candidates", c, granularity(args)?, dtype)?.ok_or_else(wrong)
-    };
-    let schemes: Vec<QuantScheme> = candidates.iter().map(read).collect::<Result<_, _>>()?;
-    if let Some(c) = schemes.iter().position(|s| s.activations != schemes[0].activations) {
-        let problem =
-            format!("expected candidates that treat activations alike, got {} and {}", candidates[0], candidates[c]);
-        return Err(CliError::usage(format!("--candidates: {problem}")));
-    }
-    if let Some(c) = schemes.iter().position(|s| s.activations.is_some_and(|a| !a.is_dynamic())) {
-        let problem = format!("expected candidates without static activations, got {}", candidates[c]);
-        return Err(CliError::usage(format!("--candidates: {problem}")));
-    }
+    let (candidates, schemes): (Vec<String>, Vec<QuantScheme>) = candidates.into_iter().unzip();
     let bar = output::progress(1, "sensitivity {bar:30} {pos}/{len} {eta}");
     let mut on_progress = |done: usize, total: usize| {
         bar.set_length(total as u64);
@@ -64,10 +122,7 @@ pub(super) fn choose(
         }
         other => CliError::from(other),
     })?;
-    let chosen = ptq::allocate(&table, target).map_err(|e| {
-        CliError::usage(format!("--target-bits: {e}"))
-            .with_hint("give a larger --target-bits or candidates of fewer bits: --candidates W2A16,W3A16,W4A16,W8A16")
-    })?;
+    let chosen = ptq::allocate(&table, target).map_err(|e| CliError::usage(format!("--target-bits: {e}")))?;
     for (s, &c) in table.iter().zip(&chosen) {
         for module in &s.modules {
             let pattern = Pattern::new(module).map_err(|e| CliError::new(70, format!("{module}: {e}")))?;

@@ -4,7 +4,7 @@
 //! weights freely instead).
 //!
 //! Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs" (arXiv:2309.05516): rate
-//! `1 / steps`, falling linearly to 0, of steps of the code for rounding and of the first scale for the scale, so that neither can
+//! `1 / steps`, falling linearly to 0 (taken in the middle of each step, so that all of them add up to a half), of steps of the code for rounding and of the first scale for the scale, so that neither can
 //! move further than a half. Two differences: scales are moved themselves where the paper moves the ends of ranges,
 //! and what is kept is the last step, if it is better than rounding, not the best one.
 
@@ -54,7 +54,7 @@ impl Run<'_> {
             if !grads.norm().is_finite() {
                 return Err(error(grads.norm()));
             }
-            let rate = (steps - step) as f32 / (steps as f32).powi(2);
+            let rate = ((steps - step) as f32 - 0.5) / (steps as f32).powi(2);
             for (part, linear) in student.linears_mut() {
                 if let Some(origin) = origins.iter().find(|o| o.part == part) {
                     move_by_signs(linear, origin, &grads, rate);
