@@ -282,6 +282,11 @@ impl QuantConfig {
         (!self.ignore.iter().any(|p| p.matches(name))).then_some(&self.scheme)
     }
 
+    /// Whether the layer `name` gets the common scheme: neither ignored nor overridden.
+    pub fn is_common(&self, name: &str) -> bool {
+        self.scheme_for(name).is_some() && !self.overrides.iter().any(|(p, _)| p.matches(name))
+    }
+
     /// Ignore and override patterns that match none of `names`: most likely a typo.
     pub fn unmatched<'a>(&'a self, names: &[String]) -> Vec<&'a str> {
         let patterns = self.ignore.iter().chain(self.overrides.iter().map(|(p, _)| p));
@@ -308,6 +313,8 @@ mod tests {
         let config = QuantConfig { overrides, ..config };
         assert_eq!(config.scheme_for("model.lm_head"), Some(&w8), "an override goes before ignore");
         assert_eq!(config.scheme_for("model.layers.0.mlp.up_proj"), Some(&scheme));
+        let common = names.iter().filter(|n| config.is_common(n)).map(String::as_str).collect::<Vec<_>>();
+        assert_eq!(common, ["model.layers.0.mlp.up_proj", "a.vision_b"], "not the ignored, not the overridden");
         assert_eq!(config.unmatched(&names), ["re:vision_.*", "layers.0", "nothing"]);
         assert!(matches!(Pattern::new("re:(").unwrap_err(), QuantError::Setting { field: "pattern", .. }));
     }

@@ -72,9 +72,8 @@ pub(super) fn check(
     for (_, scheme) in candidates {
         check_groups(&args.model, model, &QuantConfig { scheme: *scheme, ..config.clone() })?;
     }
-    let own = |module: &str| config.overrides.iter().any(|(p, _)| p.matches(module));
     let (mut weights, mut least) = (0.0, 0.0);
-    for spec in model.linears().iter().filter(|l| config.scheme_for(&l.module).is_some() && !own(&l.module)) {
+    for spec in model.linears().iter().filter(|l| config.is_common(&l.module)) {
         let (n, k) = (spec.n(), spec.k());
         let mut bits = f64::INFINITY;
         for (name, scheme) in candidates {

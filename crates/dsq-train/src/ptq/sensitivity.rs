@@ -46,8 +46,6 @@ pub fn sensitivity(
     calibration: &Calibration,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<Sensitivity>, TrainError> {
-    let common =
-        |module: &str| config.scheme_for(module).is_some() && !config.overrides.iter().any(|(p, _)| p.matches(module));
     let float = Llama::from_checkpoint(checkpoint, &device())?;
     let ids = Arc::new(calibration.batches().next().unwrap_or_default());
     let b = ids.len() / calibration.context().max(1);
@@ -57,48 +55,42 @@ pub fn sensitivity(
     let stream: Vec<Tensor<3>> = [x].into_iter().chain(states).collect();
     let teacher = Teacher { logits: Arc::new(values(logits)), temperature: 1.0 };
 
-    let mut table: Vec<Sensitivity> = Vec::new();
+    // Sets of layers, each with the layer of the model that it lies in.
+    let mut sets: Vec<(usize, Sensitivity)> = Vec::new();
     for (i, layer) in float.layers().iter().enumerate() {
-        let name = |part: &str| format!("model.layers.{i}.{part}");
         for (part, _) in layer.linears() {
-            let module = name(part);
-            if !common(&module) || table.iter().any(|s| s.modules.contains(&module)) {
+            let module = format!("model.layers.{i}.{part}");
+            if !config.is_common(&module) || sets.iter().any(|(_, s)| s.modules.contains(&module)) {
                 continue;
             }
-            let modules = checkpoint.config().fused_with(&module).into_iter().filter(|m| common(m)).collect();
-            table.push(Sensitivity { modules, weights: 0, choices: Vec::new() });
+            let fused = checkpoint.config().fused_with(&module);
+            let modules = fused.into_iter().filter(|m| config.is_common(m)).collect();
+            sets.push((i, Sensitivity { modules, weights: 0, choices: Vec::new() }));
         }
     }
-    // A weight that is not finite would spoil every prediction: named first, by rounding each layer once.
-    for (i, layer) in float.layers().iter().enumerate() {
-        let modules: Vec<String> = table.iter().flat_map(|s| s.modules.clone()).collect();
-        candidates.first().map_or(Ok(()), |c| rounded(layer, i, &modules, c).map(|_| ()))?;
+    // A weight that is not finite would spoil every prediction: named first, by rounding each set once.
+    for ((i, set), scheme) in sets.iter().zip(candidates.iter().cycle()) {
+        rounded(&float.layers()[*i], *i, &set.modules, scheme)?;
     }
-    let total = table.len() * candidates.len();
+    let total = sets.len() * candidates.len();
     let mut done = 0;
-    for unit in &mut table {
-        let i = float
-            .layers()
-            .iter()
-            .enumerate()
-            .position(|(i, _)| unit.modules.iter().any(|m| m.starts_with(&format!("model.layers.{i}."))));
-        let Some(i) = i else { continue };
+    for (i, set) in &mut sets {
+        let i = *i;
         for scheme in candidates {
-            let (layer, weights, bits) = rounded(&float.layers()[i], i, &unit.modules, scheme)?;
-            unit.weights = weights;
-            let rest = &float.layers()[i + 1..];
+            let (layer, weights, bits) = rounded(&float.layers()[i], i, &set.modules, scheme)?;
+            set.weights = weights;
             let x: Tensor<3> = layer.forward(stream[i].clone(), &batch);
-            let x = rest.iter().fold(x, |x, layer| layer.forward(x, &batch));
+            let x = float.layers()[i + 1..].iter().fold(x, |x, layer| layer.forward(x, &batch));
             let divergence = super::blockwise::scalar(&float.divergence(x, teacher.clone()));
             if !divergence.is_finite() {
-                return Err(TrainError::Activations { module: unit.modules[0].clone(), value: divergence });
+                return Err(TrainError::Activations { module: set.modules[0].clone(), value: divergence });
             }
-            unit.choices.push(Choice { bits: bits / weights.max(1) as f64, divergence });
+            set.choices.push(Choice { bits: bits / weights.max(1) as f64, divergence });
             done += 1;
             on_progress(done, total);
         }
     }
-    Ok(table)
+    Ok(sets.into_iter().map(|(_, set)| set).collect())
 }
 
 /// Layer `i` with the linears `modules` rounded to nearest, the number of their weights and of their bits.
