@@ -113,6 +113,8 @@ enum Method {
     Rtn,
     /// Choose codes column by column against the error that they leave in the outputs of --calib.
     Gptq,
+    /// The same, for weights that first take up what the layers before them got wrong: against the float model's own inputs.
+    Gptaq,
     /// Scale input columns by their magnitude in --calib, then round to nearest.
     Awq,
     /// Train weights, scales and zero points on the grid against the float model, from GPTQ's codes on: block by block,

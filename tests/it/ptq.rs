@@ -188,7 +188,7 @@ fn gptq_and_awq_lower_the_output_error_and_are_proven() {
 #[test]
 fn any_number_of_threads_writes_the_same_bytes() {
     let case = Case::new();
-    for method in ["gptq", "awq", "blockwise", "autoround"] {
+    for method in ["gptq", "gptaq", "awq", "blockwise", "autoround"] {
         let run = |threads: &str| {
             let more = ["--method", method, "--group-size", "32", "--threads", threads, "--overwrite"];
             case.quantize("out", &more);
@@ -232,7 +232,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
     let (model, calib, out) = (case.at("model"), case.at("calib.txt"), case.at("out"));
     let (model, calib) = (text(&model), text(&calib));
     let none = case.at("none.txt");
-    for method in ["gptq", "awq", "blockwise", "autoround"] {
+    for method in ["gptq", "gptaq", "awq", "blockwise", "autoround"] {
         // No model is opened for this one.
         fails(&["quantize", "no-such-model", "--method", method], &out, 2, &["--calib", method, "got none"]);
         let with =
@@ -259,7 +259,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
     let gptq = ["quantize", model, "--method", "gptq", "--calib", calib];
     for (method, given) in [("rtn", &[][..]), ("awq", &["--calib", calib])] {
         let bad = [&["quantize", model, "--method", method, "--awq-scales"], given].concat();
-        fails(&bad, &out, 2, &["--awq-scales", "gptq, blockwise or autoround", method]);
+        fails(&bad, &out, 2, &["--awq-scales", "gptq, gptaq, blockwise or autoround", method]);
     }
     for option in ["--epochs", "--steps", "--end-weight-rate", "--end-scale-rate"] {
         fails(&[&gptq[..], &[option, "1"]].concat(), &out, 2, &[option, "blockwise", "got gptq"]);
@@ -284,7 +284,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
 fn f088_activations_that_overflow_are_named() {
     let case = Case::new();
     case.set("model.layers.1.post_attention_layernorm.weight", 1e30);
-    for method in ["gptq", "awq", "blockwise", "autoround"] {
+    for method in ["gptq", "gptaq", "awq", "blockwise", "autoround"] {
         let words = ["model.layers.1.mlp.gate_proj", "inf"];
         fails(
             &case.short(method, &["--scale-dtype", "f32"]).each_ref().map(String::as_str),
@@ -299,7 +299,7 @@ fn f088_activations_that_overflow_are_named() {
 fn c005_scales_that_overflow_name_tensor_group_and_value() {
     let case = Case::new();
     case.set("model.layers.0.self_attn.q_proj.weight", 6e5);
-    for method in ["gptq", "awq", "blockwise", "autoround"] {
+    for method in ["gptq", "gptaq", "awq", "blockwise", "autoround"] {
         let args = case.short(method, &["--scale-dtype", "f16"]);
         let words = ["model.layers.0.self_attn.q_proj.weight", "group 0", "6e5", "bf16"];
         fails(&args.each_ref().map(String::as_str), &case.at("out"), 6, &words);

@@ -38,8 +38,10 @@ fn calibration(n: usize, context: usize) -> Calibration {
 }
 
 /// Every method, and whether AWQ's scales come first.
-const METHODS: [(PtqMethod, bool); 7] = [
+const METHODS: [(PtqMethod, bool); 9] = [
     (PtqMethod::Gptq, false),
+    (PtqMethod::Gptaq, false),
+    (PtqMethod::Gptaq, true),
     (PtqMethod::Rtn, true),
     (PtqMethod::Gptq, true),
     (PtqMethod::Blockwise, false),
@@ -219,6 +221,25 @@ fn c022_f084_a_group_size_that_does_not_divide_names_the_layer() {
         let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
         assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.self_attn.q_proj"), "{e}");
         assert_eq!(e.exit_code(), 2);
+    }
+}
+
+#[test]
+fn gptaq_comes_nearer_to_the_float_model_than_gptq() {
+    let ckpt = golden("llama_tiny");
+    let llama = Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap();
+    let ids: Arc<Vec<i32>> = Arc::new(tokens(600).into_iter().map(|t| t as i32).collect());
+    let float = host(llama.logits(ids.clone(), 15));
+    for scheme in ["W3A16", "W2A16"] {
+        let quant = config(scheme, Granularity::PerChannel, &["lm_head"]);
+        let of = |method, awq| {
+            let outcome = run(&ckpt, &quant, (method, awq), None);
+            distance(&float, &host(outcome.model(&llama, &plain()).unwrap().logits(ids.clone(), 15)))
+        };
+        for awq in [false, true] {
+            let (gptq, gptaq) = (of(PtqMethod::Gptq, awq), of(PtqMethod::Gptaq, awq));
+            assert!(gptaq < gptq, "{scheme}, AWQ {awq}: GPTQ {gptq}, GPTAQ {gptaq}");
+        }
     }
 }
 

@@ -156,6 +156,7 @@ pub(super) fn name(method: Method) -> &'static str {
     match method {
         Method::Rtn => "rtn",
         Method::Gptq => "gptq",
+        Method::Gptaq => "gptaq",
         Method::Awq => "awq",
         Method::Blockwise => "blockwise",
         Method::Autoround => "autoround",
@@ -221,8 +222,8 @@ impl CalibrationArgs {
                 return Err(CliError::usage(format!("{option}: expected a learning rate from 0 to 0.1, got {rate}")));
             }
         }
-        if self.awq_scales && !matches!(method, Method::Gptq | Method::Blockwise | Method::Autoround) {
-            let problem = format!("expected --method gptq, blockwise or autoround, got {method_name}");
+        if self.awq_scales && matches!(method, Method::Rtn | Method::Awq) {
+            let problem = format!("expected --method gptq, gptaq, blockwise or autoround, got {method_name}");
             return Err(CliError::usage(format!("--awq-scales: {problem}")));
         }
         if let Some(alpha) = self.smooth_quant {
@@ -371,6 +372,7 @@ pub(super) fn quantize(
     let method = match args.method {
         Method::Rtn | Method::Awq => PtqMethod::Rtn,
         Method::Gptq => PtqMethod::Gptq,
+        Method::Gptaq => PtqMethod::Gptaq,
         Method::Blockwise => PtqMethod::Blockwise,
         Method::Autoround => PtqMethod::AutoRound,
     };
@@ -493,7 +495,7 @@ pub(super) fn notes(method: Method, fits: &[(String, Fit)]) -> Vec<String> {
             out.push(format!("note: {module}: {n} inputs were 0 in all calibration tokens; their weights are rounded"));
         }
         match fit.damping {
-            _ if !matches!(method, Method::Gptq | Method::Blockwise) => {}
+            _ if !matches!(method, Method::Gptq | Method::Gptaq | Method::Blockwise) => {}
             None => out.push(format!(
                 "warning: {module}: the Hessian could not be factored at any damping up to {}; rounded to nearest",
                 ptq::dampings().last().unwrap_or_default()

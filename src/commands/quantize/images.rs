@@ -51,7 +51,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
     let method = match args.method {
         Method::Rtn => CnnMethod::Rtn,
         Method::Gptq => CnnMethod::Gptq,
-        Method::Awq | Method::Blockwise | Method::Autoround => {
+        Method::Awq | Method::Gptaq | Method::Blockwise | Method::Autoround => {
             let got = calibrated::name(args.method);
             return Err(CliError::usage(format!("--method: expected rtn or gptq for an image model, got {got}")));
         }

@@ -2,10 +2,10 @@
 //! outputs, then end to end against the float model's predictions. Weights, scales and zero points are trained on the grid
 //! that ships, and what was trained is exported, codes and scales. Not the training of a model from a recipe (see `lm`).
 //!
-//! A block starts at GPTQ's codes: its latent weights are the values that GPTQ rounded. Its inputs are the outputs of the
+//! A block starts at GPTAQ's codes: its latent weights are the values that GPTQ rounded. Its inputs are the outputs of the
 //! quantized blocks before it, its targets those of the float block on float inputs, so it also makes up for what the
 //! blocks before it got wrong (Li et al., BRECQ, arXiv:2102.05426; Chen et al., EfficientQAT, arXiv:2407.11062). A block
-//! that training did not bring nearer to its targets keeps GPTQ's codes.
+//! that training did not bring nearer to its targets keeps these codes.
 
 use super::{PtqMethod, Run, device};
 use crate::TrainError;
@@ -56,7 +56,7 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// Walks of the batches through a layer beyond those of GPTQ: targets, the error before and after, the epochs, and the
+    /// Walks of the batches through a layer beyond those that choose codes: targets, the error before and after, the epochs, and the
     /// way on.
     pub(super) fn walks(&self) -> usize {
         self.epochs + 4
@@ -69,7 +69,7 @@ impl Tuning {
 pub struct BlockFit {
     /// Layer, from 0.
     pub layer: usize,
-    /// With the codes that training starts from, GPTQ's or the nearest.
+    /// With the codes that training starts from, GPTAQ's or the nearest.
     pub before: f64,
     /// After training.
     pub after: f64,
@@ -126,13 +126,15 @@ pub(super) fn scalar(t: &Tensor<1>) -> f64 {
 }
 
 impl Run<'_> {
-    /// Quantizes one layer by GPTQ, trains it, and moves both residual streams past it.
+    /// Quantizes one layer, trains it, and moves both residual streams past it.
     pub(super) fn blockwise_layer(&mut self, float: Layer) -> Result<(), TrainError> {
-        let inputs = self.stream.clone();
+        let inputs = (self.stream.clone(), self.float_stream.clone());
+        self.float_layer = self.settings.method.follows_float().then(|| float.clone());
         let first = self.outcome.linears.len();
         self.starts.clear();
         let mut quantized = self.quantize_layer(float.clone())?;
-        self.stream = inputs;
+        self.float_layer = None;
+        (self.stream, self.float_stream) = inputs;
 
         let mut targets = Vec::with_capacity(self.stream.len());
         for i in 0..self.stream.len() {

@@ -24,7 +24,7 @@ const ATTEMPTS: usize = 5;
 /// Rows of a weight that one task handles at least.
 const TASK_ROWS: usize = 16;
 
-/// How well a layer fits its calibration inputs after quantization.
+/// How well a layer fits its calibration inputs after quantization. With GPTAQ the weight `W` here is the one that it rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Fit {
     /// Squared error of the outputs, summed over calibration tokens and rows: `tr((W - Q) H (W - Q)^T)`.

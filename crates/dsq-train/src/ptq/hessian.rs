@@ -25,12 +25,21 @@ pub struct Hessian {
     /// Smallest and largest value of each input; 0 is in the range.
     range: Vec<[f32; 2]>,
     tokens: usize,
+    /// `sum (y - x) x^T`, `[k, k]` row major, where inputs `y` were given beside `x`; else empty.
+    drift: Vec<f64>,
 }
 
 impl Hessian {
     /// For inputs of `k` values; no token seen yet.
     pub fn new(k: usize) -> Self {
-        Self { k, sum: vec![0.0; k * k], magnitude: vec![0.0; k], range: vec![[0.0; 2]; k], tokens: 0 }
+        Self {
+            k,
+            sum: vec![0.0; k * k],
+            magnitude: vec![0.0; k],
+            range: vec![[0.0; 2]; k],
+            tokens: 0,
+            drift: Vec::new(),
+        }
     }
 
     /// Adds inputs `x [m, k]`, row major.
@@ -55,12 +64,41 @@ impl Hessian {
         }
     }
 
+    /// Adds inputs `x [m, k]` and what they would be without the errors that are in them, `y [m, k]`: the float model's.
+    ///
+    /// # Panics
+    /// When the lengths differ, or are no whole number of rows.
+    pub fn add_beside(&mut self, x: &[f32], y: &[f32]) {
+        let k = self.k;
+        assert_eq!(x.len(), y.len(), "as many inputs of the float model");
+        self.add(x);
+        self.drift.resize(k * k, 0.0);
+        for (x, y) in x.chunks((ROWS * k).max(1)).zip(y.chunks((ROWS * k).max(1))) {
+            let off: Vec<f32> = y.iter().zip(x).map(|(y, x)| y - x).collect();
+            let product = matmul(Strided::rows(&off, k).t(), Strided::rows(x, k), [k, k, x.len() / k]);
+            self.drift.par_iter_mut().zip(product).for_each(|(s, p)| *s += f64::from(p));
+        }
+    }
+
+    /// What outputs of the weights `w [n, k]` miss on `x` against those on `y`, times `x^T` and summed, `[n, k]`; `None` when no `y`
+    /// were given.
+    pub(super) fn missing(&self, w: &[f32]) -> Option<Vec<f32>> {
+        let k = self.k;
+        if self.drift.is_empty() {
+            return None;
+        }
+        let drift: Vec<f32> = self.drift.iter().map(|&v| v as f32).collect();
+        Some(matmul(Strided::rows(w, k), Strided::rows(&drift, k), [w.len() / k, k, k]))
+    }
+
     /// Becomes that of the inputs divided by `s [k]`.
     pub(super) fn divide_inputs(&mut self, s: &[f32]) {
         let by: Vec<f64> = s.iter().map(|&v| 1.0 / f64::from(v)).collect();
-        self.sum.par_chunks_mut(self.k.max(1)).zip(&by).for_each(|(row, r)| {
-            row.iter_mut().zip(&by).for_each(|(v, c)| *v *= r * c);
-        });
+        for sums in [&mut self.sum, &mut self.drift] {
+            sums.par_chunks_mut(self.k.max(1)).zip(&by).for_each(|(row, r)| {
+                row.iter_mut().zip(&by).for_each(|(v, c)| *v *= r * c);
+            });
+        }
         self.magnitude.iter_mut().zip(&by).for_each(|(v, c)| *v *= c);
         // Scales are positive.
         self.range.iter_mut().zip(s).for_each(|([lo, hi], s)| (*lo, *hi) = (*lo / s, *hi / s));

@@ -2,7 +2,7 @@
 //! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
 
 use super::awq::{self, Consumer};
-use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptq};
+use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptaq, gptq};
 use crate::TrainError;
 use dsq_checkpoint::Dtype;
 use dsq_model::Layer;
@@ -26,34 +26,34 @@ impl Run<'_> {
         let mut work = Work::new(&layer);
         self.quantize_inputs(&mut layer);
         let awq = self.settings.scaling == Scaling::Awq;
-        let mut h = self.observe(&QKV, |x, _| layer.qkv_input(x))?;
+        let mut h = self.observe(&layer, &QKV, None, |l, x, _| l.qkv_input(x))?;
         let mut o = None;
         let norm = "input_layernorm";
         self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
         if awq {
-            o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+            o = self.observe(&layer, &O, None, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
             let (heads, kv_heads, d) =
                 (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
             self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_mut())?;
         }
         self.choose(&mut layer, &QKV, &work, h)?;
         if self.walks_again() {
-            o = self.observe(&O, |x, batch| layer.o_input(layer.qkv_input(x), batch))?;
+            o = self.observe(&layer, &O, work.columns(O[0]), |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
         }
         self.choose(&mut layer, &O, &work, o)?;
         self.pass_attention(&layer);
-        let mut h = self.observe(&GATE_UP, |x, _| layer.gate_up_input(x))?;
+        let mut h = self.observe(&layer, &GATE_UP, None, |l, x, _| l.gate_up_input(x))?;
         let mut down = None;
         let norm = "post_attention_layernorm";
         self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
         if awq {
-            down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+            down = self.observe(&layer, &DOWN, None, |l, x, _| l.down_input(l.gate_up_input(x)))?;
             let ffn = self.model.intermediate_size;
             self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_mut())?;
         }
         self.choose(&mut layer, &GATE_UP, &work, h)?;
         if self.walks_again() {
-            down = self.observe(&DOWN, |x, _| layer.down_input(layer.gate_up_input(x)))?;
+            down = self.observe(&layer, &DOWN, work.columns(DOWN[0]), |l, x, _| l.down_input(l.gate_up_input(x)))?;
         }
         self.choose(&mut layer, &DOWN, &work, down)?;
         self.pass_mlp(&layer);
@@ -80,7 +80,7 @@ impl Run<'_> {
             if let Some(grid) = self.fix_inputs(&module, &h)? {
                 linear.set_inputs(Some(grid));
             }
-            let values = linear.values();
+            let values = gptaq::targets(linear.values(), &h);
             let (matrix, mut fit, targets) = match args.has_global_scale() {
                 true => gptq::round_under(&values, n, k, &h, args, global),
                 false => gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, self.settings.weighted),
@@ -95,7 +95,8 @@ impl Run<'_> {
                 fit.plain_rows = 0;
             }
             let rescale = work.of(part).rescale.clone();
-            if let Some(r) = &rescale {
+            // GPTAQ's targets are not the weights, so that rounding these is no measure of it.
+            if let Some(r) = rescale.as_ref().filter(|_| self.float_layer.is_none()) {
                 fit.rtn_error = rounding_error(&work.of(part).original, r, &h, args)
                     .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             }
@@ -238,6 +239,11 @@ impl Work {
 
     fn of(&self, part: &str) -> &LinearWork {
         &self.0[self.at(part)].1
+    }
+
+    /// What the inputs of a linear are divided by, if by anything.
+    fn columns(&self, part: &str) -> Option<&[f32]> {
+        self.of(part).rescale.as_ref().map(|r| r.columns.as_slice())
     }
 
     fn of_mut(&mut self, part: &str) -> &mut LinearWork {

@@ -1,5 +1,5 @@
 //! Post-training quantization of a Llama with calibration data: scaled input columns (`awq.rs`), and then rounding, GPTQ
-//! (`gptq.rs`), learned rounding (`autoround.rs`) or training of weights, scales and zero points on the grid, block by block
+//! (`gptq.rs`, `gptaq.rs`), learned rounding (`autoround.rs`) or training of weights, scales and zero points on the grid, block by block
 //! and then end to end (`blockwise.rs`); static grids of inputs. But for the steps end to end, one layer of the
 //! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
 //! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
@@ -15,10 +15,12 @@ mod awq;
 mod blockwise;
 mod calibration;
 pub mod cnn;
+mod gptaq;
 mod gptq;
 mod hessian;
 mod kv_cache;
 mod layer;
+mod refit;
 mod sensitivity;
 
 pub use blockwise::{BlockFit, Tuning};
@@ -35,6 +37,7 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::{Embedding, RmsNorm};
 use dsq_model::{Layer, Llama, ModelError, Sequences};
 use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// How codes are chosen.
@@ -44,7 +47,9 @@ pub enum PtqMethod {
     Rtn,
     /// Column by column, each against the error of the columns before it.
     Gptq,
-    /// By training, from GPTQ's codes on: see [`Tuning`].
+    /// The same, for weights that first take up what the layers before them got wrong: see `gptaq.rs`.
+    Gptaq,
+    /// By training, from GPTAQ's codes on: see [`Tuning`].
     Blockwise,
     /// By learned rounding, block by block, from the nearest codes on: AutoRound, see `autoround.rs`.
     AutoRound,
@@ -53,7 +58,12 @@ pub enum PtqMethod {
 impl PtqMethod {
     /// Whether GPTQ chooses codes, or those that training starts from.
     fn factors(self) -> bool {
-        matches!(self, Self::Gptq | Self::Blockwise)
+        matches!(self, Self::Gptq | Self::Gptaq | Self::Blockwise)
+    }
+
+    /// Whether GPTQ's targets are those of the float model's inputs.
+    fn follows_float(self) -> bool {
+        matches!(self, Self::Gptaq | Self::Blockwise)
     }
 
     /// Whether blocks are trained.
@@ -245,6 +255,10 @@ pub fn quantize_llama(
         let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
         match settings.method {
             PtqMethod::Rtn | PtqMethod::Gptq => drop(run.quantize_layer(layer)?),
+            PtqMethod::Gptaq => {
+                run.float_layer = Some(layer.clone());
+                run.quantize_layer(layer)?;
+            }
             PtqMethod::Blockwise | PtqMethod::AutoRound => run.blockwise_layer(layer)?,
         }
     }
@@ -306,8 +320,10 @@ struct Run<'a> {
     settings: PtqSettings<'a>,
     /// The residual stream of each batch.
     stream: Vec<(Sequences, Tensor<3>)>,
-    /// The same in the float model, for block-wise training.
+    /// The same in the float model, for block-wise training and GPTAQ.
     float_stream: Vec<Tensor<3>>,
+    /// The layer at work as it came, where GPTAQ is choosing codes.
+    float_layer: Option<Layer>,
     /// Where the training of the layer at work starts: what GPTQ rounded, by part.
     starts: Vec<(&'static str, Vec<f32>)>,
     /// Trained weights before they are rounded, by module, kept for the end-to-end steps.
@@ -332,9 +348,23 @@ impl<'a> Run<'a> {
         let walks = model.num_hidden_layers * (WALKS + again + tuned)
             + usize::from(settings.config.scheme_for("lm_head").is_some());
         let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
-        let float_stream = if trains { stream.iter().map(|(_, x)| x.clone()).collect() } else { Vec::new() };
+        let beside = trains || settings.method == PtqMethod::Gptaq;
+        let float_stream = if beside { stream.iter().map(|(_, x)| x.clone()).collect() } else { Vec::new() };
         let (starts, latents, outcome) = (Vec::new(), Vec::new(), PtqOutcome::default());
-        Ok(Self { checkpoint, model, settings, stream, float_stream, starts, latents, progress, on_progress, outcome })
+        let float_layer = None;
+        Ok(Self {
+            checkpoint,
+            model,
+            settings,
+            stream,
+            float_stream,
+            float_layer,
+            starts,
+            latents,
+            progress,
+            on_progress,
+            outcome,
+        })
     }
 
     /// The grid of a layer of the model, if it gets one.
@@ -377,31 +407,53 @@ impl<'a> Run<'a> {
         (self.on_progress)(&self.progress);
     }
 
-    /// What the inputs that `input` makes of the residual stream are like. `parts` share them; where none of them is
-    /// quantized, nothing is run.
+    /// What the inputs that `input` makes of the residual stream in `layer` are like; their columns were divided by `scales`, if
+    /// there are such. `parts` share them; where none of them is quantized, nothing is run.
     fn observe(
         &mut self,
+        layer: &Layer,
         parts: &[&str],
-        input: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>,
+        scales: Option<&[f32]>,
+        input: impl Fn(&Layer, Tensor<3>, &Sequences) -> Tensor<3>,
     ) -> Result<Option<Hessian>, TrainError> {
         if !parts.iter().any(|p| self.args(&self.module(p)).is_some()) {
             self.tick(self.stream.len());
             return Ok(None);
         }
-        let h = self.hessian(input);
+        let float = self.float_layer.take();
+        let of_float = float.as_ref().map(|float| {
+            |x: Tensor<3>, batch: &Sequences| {
+                let mut y = values(input(float, x, batch));
+                if let Some(s) = scales {
+                    y.par_chunks_mut(s.len()).for_each(|row| row.iter_mut().zip(s).for_each(|(v, s)| *v /= s));
+                }
+                y
+            }
+        });
+        let h = self.hessian(|x, batch| input(layer, x, batch), of_float);
+        self.float_layer = float;
         match h.as_ref().and_then(Hessian::not_finite) {
             Some(value) => Err(TrainError::Activations { module: self.module(parts[0]), value }),
             None => Ok(h),
         }
     }
 
-    fn hessian(&mut self, input: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>) -> Option<Hessian> {
+    /// Of the inputs that `input` makes of the residual stream, and beside them those that `float` makes of the float model's.
+    fn hessian(
+        &mut self,
+        input: impl Fn(Tensor<3>, &Sequences) -> Tensor<3>,
+        float: Option<impl Fn(Tensor<3>, &Sequences) -> Vec<f32>>,
+    ) -> Option<Hessian> {
         let mut h: Option<Hessian> = None;
         for i in 0..self.stream.len() {
             let (batch, x) = &self.stream[i];
             let x = input(x.clone(), batch);
             let k = x.dims()[2];
-            h.get_or_insert_with(|| Hessian::new(k)).add(&values(x));
+            let h = h.get_or_insert_with(|| Hessian::new(k));
+            match &float {
+                None => h.add(&values(x)),
+                Some(float) => h.add_beside(&values(x), &float(self.float_stream[i].clone(), batch)),
+            }
             self.tick(1);
         }
         h
@@ -416,9 +468,19 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Moves the residual streams past a part of a layer.
+    fn pass(&mut self, layer: &Layer, part: impl Fn(&Layer, Tensor<3>, &Sequences) -> Tensor<3>) {
+        if let Some(float) = &self.float_layer {
+            for (x, (batch, _)) in self.float_stream.iter_mut().zip(&self.stream) {
+                *x = part(float, x.clone(), batch);
+            }
+        }
+        self.advance(|x, batch| part(layer, x, batch));
+    }
+
     /// Moves the residual stream past the attention of a layer.
     fn pass_attention(&mut self, layer: &Layer) {
-        self.advance(|x, batch| {
+        self.pass(layer, |layer, x, batch| {
             let attended = layer.o_input(layer.qkv_input(x.clone()), batch);
             layer.after_attention(x, attended)
         });
@@ -426,7 +488,7 @@ impl<'a> Run<'a> {
 
     /// Moves the residual stream past the feed-forward block of a layer.
     fn pass_mlp(&mut self, layer: &Layer) {
-        self.advance(|x, _| {
+        self.pass(layer, |layer, x, _| {
             let inner = layer.down_input(layer.gate_up_input(x.clone()));
             layer.after_mlp(x, inner)
         });
@@ -440,11 +502,13 @@ impl<'a> Run<'a> {
         let (n, k) = (self.model.vocab_size, self.model.hidden_size);
         let norm = self.checkpoint.read_f32("model.norm.weight")?;
         let norm = RmsNorm::from_values(norm, self.model.rms_norm_eps, &device());
-        let h = self.hessian(|x, _| norm.forward(x)).unwrap_or_else(|| Hessian::new(k));
+        let float =
+            self.settings.method.follows_float().then_some(|x: Tensor<3>, _: &Sequences| values(norm.forward(x)));
+        let h = self.hessian(|x, _| norm.forward(x), float).unwrap_or_else(|| Hessian::new(k));
         if let Some(value) = h.not_finite() {
             return Err(TrainError::Activations { module, value });
         }
-        let w = self.checkpoint.linear(&module)?.into_f32();
+        let w = gptaq::targets(self.checkpoint.linear(&module)?.into_f32(), &h);
         self.fix_inputs(&module, &h)?;
         let factor = if self.settings.method.factors() { Factor::new(&h) } else { None };
         let (matrix, mut fit, _) =
