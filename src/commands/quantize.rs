@@ -330,10 +330,15 @@ fn weight_scheme(
             .with_asymmetric_activations()
             .map_err(|e| CliError::usage(format!("--asymmetric-activations: {name}: {e}")))?;
     }
-    let method = calibrated::name(args.method);
-    if scheme.weights.has_global_scale() && args.method != Method::Rtn {
+    let scaled = args.method == Method::Awq || args.calibration.scales_by_awq();
+    if scheme.weights.has_global_scale() && scaled {
+        let (option, got) = match args.method {
+            Method::Awq => ("--method", calibrated::name(args.method)),
+            _ => ("--awq-scales", "it"),
+        };
+        let problem = "layers share a global scale, which the search for AWQ's scales does not know";
         return Err(CliError::usage(format!(
-            "--method: layers share a global scale; expected rtn for {name}, got {method}"
+            "{option}: {problem}; expected rtn, gptq, autoround or blockwise without it for {name}, got {got}"
         )));
     }
     if scheme.weights.has_global_scale() && args.observer == ObserverName::WeightedMse {
@@ -341,10 +346,6 @@ fn weight_scheme(
         return Err(CliError::usage(format!(
             "--observer: {problem}; expected minmax or mse for {name}, got weighted-mse"
         )));
-    }
-    if scheme.weights.qtype.float().is_some() && matches!(args.method, Method::Blockwise | Method::Autoround) {
-        let problem = format!("training learns the scales of integer codes; expected rtn, gptq or awq for {name}");
-        return Err(CliError::usage(format!("--method: {problem}, got {method}")));
     }
     if args.asymmetric {
         scheme.weights.mapping = Mapping::Asymmetric;

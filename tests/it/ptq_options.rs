@@ -273,6 +273,4 @@ fn options_that_cannot_work_are_refused_before_any_work() {
     ] {
         refused(&[&["--calib", calib, "--calib-tokens", "512", "--group-size", "32"][..], more].concat(), words);
     }
-    let float = ["--method", "autoround", "--scheme", "FP8A16", "--calib", calib];
-    refused(&float, &["--method", "integer codes", "autoround"]);
 }

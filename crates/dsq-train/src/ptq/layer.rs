@@ -81,11 +81,10 @@ impl Run<'_> {
                 linear.set_inputs(Some(grid));
             }
             let values = linear.values();
-            let (matrix, mut fit, targets) = match args.has_global_scale() {
-                true => gptq::round_under(&values, n, k, &h, args, global),
-                false => gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, self.settings.weighted),
-            }
-            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            let weighted = self.settings.weighted;
+            let (matrix, mut fit, targets) =
+                gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, global, weighted)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
             if method.trains() {
                 self.starts.push((part, targets));
@@ -106,11 +105,10 @@ impl Run<'_> {
 
     /// The global scale of those of `parts` that have one: they share that of the largest magnitude of all.
     fn shared_global(&self, layer: &Layer, parts: &[&str]) -> f32 {
-        let largest = |values: Vec<f32>| values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
         let with = layer.linears().into_iter().filter(|(part, _)| {
             parts.contains(part) && self.args(&self.module(part)).is_some_and(|a| a.has_global_scale())
         });
-        QuantArgs::global_scale(with.map(|(_, l)| largest(l.values())).fold(0.0, f32::max))
+        QuantArgs::global_scale(with.map(|(_, l)| l.largest_magnitude()).fold(0.0, f32::max))
     }
 
     /// The grids of `parts`, if all of them have one.
