@@ -581,6 +581,10 @@ fn recipes_train_zero_points_and_activations_of_every_dynamic_kind() {
         let seen = object(dir, &["eval", &folder, "--text", &heldout, "--context", "32", "--max-tokens", "256"]);
         assert_eq!(seen["rows"][0]["perplexity"].as_f64(), Some(exported), "{set:?}: the folder by itself");
     }
+    // Rounding the trained weights gives what was exported: the global scales are theirs, shared by the layers that share them.
+    expect(dir, &["quantize", "run4/master", "--out", "again", "--scheme", "NVFP4A16"], 0);
+    let codes = |folder: &str| std::fs::read(dir.join(folder).join("model.safetensors")).unwrap();
+    assert!(codes("again") == codes("run4/exported"));
     for (set, words) in [
         (&["quant.asymmetric_activations=true"][..], &["zero point", "float ones"][..]),
         (&["quant.scheme=FP8_DYNAMIC", "quant.asymmetric=true"], &["no zero point"]),

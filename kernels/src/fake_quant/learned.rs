@@ -442,8 +442,8 @@ mod tests {
                 let plain = gradient_plain(&w[..RUN], &g[..RUN], &args, p, &mut a);
                 assert_eq!(plain, gradient_run(&w[..RUN], &g[..RUN], &args, p, &mut b));
                 assert_eq!(a, b);
-                let plain = values_plain(&w[..RUN], &args, p, &mut a);
-                assert_eq!(plain, values(&w[..RUN], &args, p, &mut b));
+                values_plain(&w[..RUN], &args, p, &mut a);
+                values(&w[..RUN], &args, p, &mut b);
                 assert_eq!(bits(&a), bits(&b));
             }
         }
