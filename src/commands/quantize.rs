@@ -332,21 +332,22 @@ fn weight_scheme(
             .with_asymmetric_activations()
             .map_err(|e| CliError::usage(format!("--asymmetric-activations: {name}: {e}")))?;
     }
-    let method = calibrated::name(args.method);
-    if scheme.weights.has_global_scale() && args.method != Method::Rtn {
-        return Err(CliError::usage(format!(
-            "--method: layers share a global scale; expected rtn for {name}, got {method}"
-        )));
+    if scheme.weights.has_global_scale() {
+        let problem = "layers share a global scale, which the search for AWQ's scales does not know";
+        if args.method == Method::Awq {
+            let expected = format!("rtn, gptq, autoround or blockwise for {name}");
+            return Err(CliError::usage(format!("--method: {problem}; expected {expected}, got awq")));
+        }
+        if args.calibration.scales_by_awq() {
+            let expected = format!("no such option for {name}");
+            return Err(CliError::usage(format!("--awq-scales: {problem}; expected {expected}, got it")));
+        }
     }
     if scheme.weights.has_global_scale() && args.observer == ObserverName::WeightedMse {
         let problem = "the ranges of its groups are not searched with weights";
         return Err(CliError::usage(format!(
             "--observer: {problem}; expected minmax or mse for {name}, got weighted-mse"
         )));
-    }
-    if scheme.weights.qtype.float().is_some() && matches!(args.method, Method::Blockwise | Method::Autoround) {
-        let problem = format!("training learns the scales of integer codes; expected rtn, gptq or awq for {name}");
-        return Err(CliError::usage(format!("--method: {problem}, got {method}")));
     }
     if args.asymmetric {
         scheme.weights.mapping = Mapping::Asymmetric;

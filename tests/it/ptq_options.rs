@@ -273,6 +273,26 @@ fn options_that_cannot_work_are_refused_before_any_work() {
     ] {
         refused(&[&["--calib", calib, "--calib-tokens", "512", "--group-size", "32"][..], more].concat(), words);
     }
-    let float = ["--method", "autoround", "--scheme", "FP8A16", "--calib", calib];
-    refused(&float, &["--method", "integer codes", "autoround"]);
+}
+
+#[test]
+fn float_codes_go_through_every_method_that_trains_and_the_folder_is_what_was_trained() {
+    let case = Case::new();
+    for (i, (scheme, more)) in [
+        ("NVFP4A16", &["--method", "gptq"][..]),
+        ("NVFP4A16", &["--method", "blockwise", "--steps", "3"]),
+        ("MXFP4A16", &["--method", "autoround", "--epochs", "2", "--steps", "3", "--end-weight-rate", "0.0005"]),
+        ("FP8A16_BLOCK", &["--method", "blockwise", "--awq-scales", "--steps", "3"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let name = format!("out{i}");
+        case.quantize(&name, &[&WINDOWS[..], &["--scheme", scheme], more].concat());
+        let folder = case.at(&name);
+        assert!(works(&["inspect", text(&folder)]).contains("no faults found"), "{scheme} {more:?}");
+        let distance = apart(&folder);
+        assert!(distance < 1e-5, "{scheme} {more:?}: {distance}");
+        assert!(kl(&case, &name) < 4.0, "{scheme} {more:?}: {}", kl(&case, &name));
+    }
 }

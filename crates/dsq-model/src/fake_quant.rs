@@ -1,5 +1,5 @@
 //! Fake quantization in the forward pass, with the clipped straight-through gradient. The formula is `dsq_quant`'s;
-//! the walk is `dsq_kernels::fake_quant`. Not the choice of which layers are quantized (see `dsq-train`, `qat`).
+//! the walk is `dsq_kernels::fake_quant`, on GGUF's grids `dsq_kernels::quantize`. Not the choice of which layers are quantized (see `dsq-train`, `qat`).
 
 use crate::ops::flex::{FlexTensor, contiguous, tensor, values};
 use burn::backend::autodiff::{
@@ -10,33 +10,37 @@ use burn::backend::autodiff::{
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 use dsq_kernels::fake_quant as kernel;
-use dsq_quant::{InputGrid, QParams, QuantArgs, QuantError};
+use dsq_quant::{GgufGrid, InputGrid, QParams, QuantArgs, QuantError};
 use std::sync::Arc;
 
-/// Where the quantization parameters come from.
+/// A grid, and where its quantization parameters come from.
 #[derive(Debug, Clone, Copy)]
 pub enum Grid {
-    /// From the minimum and maximum of each group of the tensor itself; `[n, k]` = first dimension, the rest.
-    OwnRange,
+    /// From the ranges of the groups of the tensor itself; `[n, k]` = first dimension, the rest.
+    OwnRange(QuantArgs),
+    /// The same under a global scale that is not the tensor's own.
+    Under(QuantArgs, f32),
     /// These, for the whole tensor; of NVFP4 its global scale.
-    Fixed(QParams),
+    Fixed(QuantArgs, QParams),
+    /// Blocks of GGUF.
+    Gguf(GgufGrid),
 }
 
 /// The backend side of fake quantization.
 #[backend_extension(Flex, Autodiff)]
 pub trait FakeQuantOps: Backend {
     /// Values on the grid, and the clipped straight-through gradient.
-    fn fake_quant(x: FloatTensor<Self>, args: QuantArgs, grid: Grid) -> FloatTensor<Self>;
+    fn fake_quant(x: FloatTensor<Self>, grid: Grid) -> FloatTensor<Self>;
 }
 
 impl FakeQuantOps for Flex {
-    fn fake_quant(x: FlexTensor, args: QuantArgs, grid: Grid) -> FlexTensor {
-        forward(x, &args, grid).0
+    fn fake_quant(x: FlexTensor, grid: Grid) -> FlexTensor {
+        forward(x, grid).0
     }
 }
 
 impl<C: CheckpointStrategy> FakeQuantOps for Autodiff<Flex, C> {
-    fn fake_quant(x: FloatTensor<Self>, args: QuantArgs, grid: Grid) -> FloatTensor<Self> {
+    fn fake_quant(x: FloatTensor<Self>, grid: Grid) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct StraightThrough;
 
@@ -57,7 +61,7 @@ impl<C: CheckpointStrategy> FakeQuantOps for Autodiff<Flex, C> {
         }
 
         let (x, node) = x.into_parts();
-        let (out, inside) = forward(x, &args, grid);
+        let (out, inside) = forward(x, grid);
         match StraightThrough.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(Arc::new(inside), out),
             OpsKind::UnTracked(prep) => prep.finish(out),
@@ -65,24 +69,26 @@ impl<C: CheckpointStrategy> FakeQuantOps for Autodiff<Flex, C> {
     }
 }
 
-fn forward(x: FlexTensor, args: &QuantArgs, grid: Grid) -> (FlexTensor, Vec<u8>) {
+fn forward(x: FlexTensor, grid: Grid) -> (FlexTensor, Vec<u8>) {
     let x = contiguous(x);
     let shape = x.shape();
     let x = values(&x);
     let (mut out, mut inside) = (vec![0.0; x.len()], vec![0u8; x.len()]);
+    let (n, k) = (shape[0], x.len().checked_div(shape[0]).unwrap_or(0));
     let done = match grid {
-        Grid::OwnRange => {
-            let n = shape[0];
-            kernel::fake_quant_weight(x, n, x.len().checked_div(n).unwrap_or(0), args, &mut out, &mut inside)
+        Grid::OwnRange(args) => kernel::fake_quant_weight(x, n, k, &args, &mut out, &mut inside),
+        Grid::Under(args, global) => {
+            kernel::fake_quant_weight_under(x, n, k, &args, Some(global), &mut out, &mut inside)
         }
         // The largest of a run is the largest code, so nothing clips.
-        Grid::Fixed(p) if args.has_global_scale() => {
+        Grid::Fixed(args, p) if args.has_global_scale() => {
             out.copy_from_slice(x);
             inside.fill(1);
             let k = shape.last().copied().unwrap_or(1);
-            kernel::fake_quant_rows(&mut out, k, &InputGrid { args: *args, params: Some(p) })
+            kernel::fake_quant_rows(&mut out, k, &InputGrid { args, params: Some(p) })
         }
-        Grid::Fixed(p) => kernel::fake_quant_with(x, args, p, &mut out, &mut inside),
+        Grid::Fixed(args, p) => kernel::fake_quant_with(x, &args, p, &mut out, &mut inside),
+        Grid::Gguf(grid) => dsq_kernels::quantize::fake_quantize_blocks(grid, x, &mut out, &mut inside),
     };
     match done {
         // What cannot be quantized is NaN in the output; the training loop refuses the loss and names the tensor.
@@ -95,29 +101,56 @@ fn forward(x: FlexTensor, args: &QuantArgs, grid: Grid) -> (FlexTensor, Vec<u8>)
 /// Whether a weight of this shape can be fake-quantized: call it before the first forward pass.
 ///
 /// # Errors
-/// [`QuantError::GroupNotDividing`]; [`QuantError::Setting`] for NVFP4 and FP8 blocks, whose scales depend on more than their
-/// own run of weights.
+/// As [`QuantArgs::group_len`].
 pub fn check_shape(shape: &[usize], args: &QuantArgs) -> Result<(), QuantError> {
-    kernel::check_trainable(args)?;
     args.group_len(shape.iter().skip(1).product()).map(|_| ())
 }
 
 /// A weight on the grid that ships: parameters from its own groups (not differentiated), clipped straight-through
 /// gradient. The first dimension is `n`, the others together are `k`. Bit-equal to
-/// `QuantizedMatrix::quantize(w, n, k, args)?.dequantize()`.
+/// `QuantizedMatrix::quantize(w, n, k, args)?.dequantize()`. A global scale is that of the weight's own largest magnitude.
 ///
 /// A group with a value that is not finite, or whose scale overflows its dtype, becomes NaN.
 ///
 /// # Panics
 /// When [`check_shape`] refuses the shape.
 pub fn fake_quant_weight<const D: usize>(w: Tensor<D>, args: &QuantArgs) -> Tensor<D> {
-    Tensor::from_dispatch(<Dispatch as FakeQuantOps>::fake_quant(w.into_dispatch(), *args, Grid::OwnRange))
+    run(w, Grid::OwnRange(*args))
+}
+
+/// [`fake_quant_weight`] under a global scale that layers share; `None`: its own, or none.
+///
+/// # Panics
+/// As [`fake_quant_weight`], and for a global scale where the scheme has none or one that is not finite and positive.
+pub fn fake_quant_weight_under<const D: usize>(w: Tensor<D>, args: &QuantArgs, global: Option<f32>) -> Tensor<D> {
+    run(w, global.map_or(Grid::OwnRange(*args), |g| Grid::Under(*args, g)))
+}
+
+/// A weight as a decoder of GGUF sees its blocks: bit-equal to [`GgufGrid::quantize`] and [`GgufGrid::dequantize`] one after the
+/// other; the gradient passes where a rounded code needs no clipping ([`GgufGrid::fake_quantize`]). Blocks lie along the last
+/// dimension. One whose scale overflows f16, or with a value that is not finite, becomes NaN.
+///
+/// # Errors
+/// [`QuantError::GroupNotDividing`] when blocks do not divide the last dimension, [`QuantError::Setting`] for a grid that is
+/// decoded only.
+pub fn fake_quant_gguf<const D: usize>(w: Tensor<D>, grid: GgufGrid) -> Result<Tensor<D>, QuantError> {
+    let (k, block) = (w.dims()[D - 1], grid.block_len());
+    if !k.is_multiple_of(block) {
+        return Err(QuantError::GroupNotDividing { k, group_size: block });
+    }
+    // No values: whether there is an encoder.
+    grid.quantize(&[])?;
+    Ok(run(w, Grid::Gguf(grid)))
+}
+
+fn run<const D: usize>(x: Tensor<D>, grid: Grid) -> Tensor<D> {
+    Tensor::from_dispatch(<Dispatch as FakeQuantOps>::fake_quant(x.into_dispatch(), grid))
 }
 
 /// Activations on a fixed grid (one scale and zero point for the tensor), clipped straight-through gradient.
 /// Bit-equal to [`QuantArgs::fake_quantize`].
 pub fn fake_quant_activation<const D: usize>(x: Tensor<D>, args: &QuantArgs, p: QParams) -> Tensor<D> {
-    Tensor::from_dispatch(<Dispatch as FakeQuantOps>::fake_quant(x.into_dispatch(), *args, Grid::Fixed(p)))
+    run(x, Grid::Fixed(*args, p))
 }
 
 /// [`fake_quant_activation`] in tensor operations: the reference of the fused form, forward and backward.
@@ -126,22 +159,28 @@ pub fn fake_quant_activation_reference<const D: usize>(x: Tensor<D>, args: &Quan
     reference(x, args, scale, p.zero as f32)
 }
 
-/// [`fake_quant_weight`] of a symmetric weight in tensor operations: the reference of the fused form.
+/// [`fake_quant_weight_under`] of a symmetric weight in tensor operations: the reference of the fused form.
 ///
 /// # Errors
-/// As `QuantizedMatrix::qparams_of`; asymmetric mapping (each group has its own zero point) is refused.
-pub fn fake_quant_weight_reference(w: Tensor<2>, args: &QuantArgs) -> Result<Tensor<2>, QuantError> {
+/// As `QuantizedMatrix::qparams_under`; asymmetric mapping (each group has its own zero point) is refused.
+pub fn fake_quant_weight_reference(
+    w: Tensor<2>,
+    args: &QuantArgs,
+    global: Option<f32>,
+) -> Result<Tensor<2>, QuantError> {
     if args.mapping != dsq_quant::Mapping::Symmetric {
         let expected = "symmetric".to_owned();
         return Err(QuantError::Setting { field: "mapping", expected, got: "asymmetric".into() });
     }
     let [n, k] = w.dims();
     let host = w.clone().into_data().try_to_vec::<f32>().unwrap_or_default();
-    let params = dsq_quant::QuantizedMatrix::qparams_of(&host, n, k, *args)?;
-    let scales: Vec<f32> = params.iter().map(|p| p.scale).collect();
-    let groups = scales.len();
-    let scales = Tensor::<1>::from_floats(scales.as_slice(), &w.device()).reshape([groups, 1]);
-    Ok(reference(w.reshape([groups, n * k / groups]), args, scales, 0.0).reshape([n, k]))
+    let params = dsq_quant::QuantizedMatrix::qparams_under(&host, n, k, *args, global)?;
+    let mut scales = vec![0.0f32; n * k];
+    for (i, run) in args.runs(n, k) {
+        scales[run].fill(params[i].scale);
+    }
+    let scales = Tensor::<1>::from_floats(scales.as_slice(), &w.device()).reshape([n, k]);
+    Ok(reference(w, args, scales, 0.0))
 }
 
 fn reference<const D: usize>(x: Tensor<D>, args: &QuantArgs, scale: Tensor<D>, zero: f32) -> Tensor<D> {
@@ -149,6 +188,13 @@ fn reference<const D: usize>(x: Tensor<D>, args: &QuantArgs, scale: Tensor<D>, z
     let c = (x / scale.clone()).add_scalar(zero).clamp(qmin, qmax);
     // The rounding passes the gradient; the clamp stops it outside the range. `+ 0.0` turns -0.0 into the +0.0 of an
     // integer code. (`c + (round(c) - c)` is exact: round(c) is 0 or within a factor of 2 of c.)
+    if let Some(f) = args.qtype.float() {
+        // The numbers of a small float on the host, as codes; a zero keeps no sign here.
+        let data = c.clone().into_data().try_to_vec::<f32>().unwrap_or_default();
+        let rounded: Vec<f32> = data.into_iter().map(|v| f.decode(f.encode(v))).collect();
+        let rounded = Tensor::<1>::from_floats(rounded.as_slice(), &c.device()).reshape(c.dims());
+        return (c.clone() + (rounded - c).detach()) * scale;
+    }
     let q = c.clone() + (c.clone().round() - c).detach();
     (q.sub_scalar(zero)).add_scalar(0.0) * scale
 }
@@ -156,8 +202,9 @@ fn reference<const D: usize>(x: Tensor<D>, args: &QuantArgs, scale: Tensor<D>, z
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::{Device, Distribution};
-    use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix};
+    use crate::llama::normal;
+    use burn::tensor::{Device, Distribution, TensorData};
+    use dsq_quant::{FloatType, Granularity, Mapping, QuantType, QuantizedMatrix, WeightObserver};
 
     fn host<const D: usize>(t: Tensor<D>) -> Vec<f32> {
         t.into_data().try_to_vec().unwrap()
@@ -223,8 +270,26 @@ mod tests {
         for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
             let args = int4(granularity);
             let fused = run(&|w| fake_quant_weight(w, &args), &x);
-            let plain = run(&|w| fake_quant_weight_reference(w, &args).unwrap(), &x);
+            let plain = run(&|w| fake_quant_weight_reference(w, &args, None).unwrap(), &x);
             assert_eq!(fused.0, plain.0, "{granularity:?}");
+            shut += assert_gradients_close(&fused.1, &plain.1);
+        }
+        assert!(shut > 0, "the weights have clipped ends");
+        // Float codes clip where a range of least squared error leaves values out, and under a shared global scale.
+        let fp8 = |qtype, granularity| QuantArgs { qtype, ..QuantArgs::fp8(granularity, FloatType::F32) };
+        let plus = |bits: Vec<u32>| bits.into_iter().map(|b| if b == 1 << 31 { 0 } else { b }).collect::<Vec<_>>();
+        let mut shut = 0;
+        for (args, global) in [
+            (fp8(QuantType::Fp8E4M3, Granularity::PerTensor), None),
+            (fp8(QuantType::Fp8E4M3, Granularity::PerBlock(16, 24)), None),
+            (fp8(QuantType::Fp8E5M2, Granularity::PerChannel), None),
+            (QuantArgs::mxfp4(), None),
+            (QuantArgs::nvfp4(), Some(420.0)),
+        ] {
+            let args = QuantArgs { observer: WeightObserver::Mse, ..args };
+            let fused = run(&|w| fake_quant_weight_under(w, &args, global), &x);
+            let plain = run(&|w| fake_quant_weight_reference(w, &args, global).unwrap(), &x);
+            assert_eq!(plus(fused.0), plus(plain.0), "{args:?}");
             shut += assert_gradients_close(&fused.1, &plain.1);
         }
         assert!(shut > 0, "the weights have clipped ends");
@@ -280,6 +345,85 @@ mod tests {
                 assert_eq!(bits(&host(fake_quant_weight(w, &args))), bits(&shipped));
             }
         }
+    }
+
+    #[test]
+    fn gguf_weights_are_what_the_decoder_sees_and_their_gradient_is_that_of_the_clipped_identity() {
+        let device = Device::flex().autodiff();
+        let w = Tensor::<2>::random([6, 512], Distribution::Normal(0.0, 1.0), &device).require_grad();
+        let seed = Tensor::<2>::random([6, 512], Distribution::Normal(0.0, 1.0), &device);
+        let values = host(w.clone());
+        for grid in GgufGrid::ENCODED {
+            let y = fake_quant_gguf(w.clone(), grid).unwrap();
+            let mut decoded = vec![f32::NAN; values.len()];
+            grid.dequantize(&grid.quantize(&values).unwrap(), &mut decoded).unwrap();
+            assert_eq!(bits(&host(y.clone())), bits(&decoded), "{grid:?}");
+            let grads = (y * seed.clone()).sum().backward();
+            let got = host(w.grad(&grads).unwrap());
+            let (mut out, mut inside) = (decoded, vec![9; values.len()]);
+            grid.fake_quantize(&values, &mut out, &mut inside).unwrap();
+            let upstream = host(seed.clone());
+            let want = |i: usize| if inside[i] == 1 { upstream[i] } else { 0.0 };
+            assert!(got.iter().enumerate().all(|(i, g)| *g == want(i)), "{grid:?}");
+        }
+        // By finite differences: -8 sets the scale 1, so values pass unchanged up to 7.5 and stop there.
+        let mut x = vec![0.0f32; 32];
+        x[0] = -8.0;
+        let xs: Vec<f32> = (1..32).map(|i| -7.6 + 0.51 * i as f32).collect();
+        x[1..].copy_from_slice(&xs);
+        x.iter_mut().for_each(|v| *v = v.min(7.9));
+        let t = Tensor::<1>::from_floats(x.as_slice(), &device).require_grad();
+        let grads = fake_quant_gguf(t.clone(), GgufGrid::Q4_0).unwrap().sum().backward();
+        for (x, g) in x.iter().zip(host(t.grad(&grads).unwrap())).skip(1) {
+            let f = |x: f64| x.clamp(-8.0, 7.5);
+            let slope = (f(f64::from(*x) + 1e-3) - f(f64::from(*x) - 1e-3)) / 2e-3;
+            assert!((slope - f64::from(g)).abs() < 1e-9, "{x}: slope {slope}, gradient {g}");
+        }
+        let short = Tensor::<2>::zeros([2, 48], &device);
+        let e = fake_quant_gguf(short.clone(), GgufGrid::Q8_0).unwrap_err();
+        assert_eq!(e, QuantError::GroupNotDividing { k: 48, group_size: 32 });
+        let e = fake_quant_gguf(Tensor::<2>::zeros([2, 256], &device), GgufGrid::Q5K).unwrap_err();
+        assert!(matches!(&e, QuantError::Setting { got, .. } if got == "Q5_K"), "{e}");
+    }
+
+    /// A layer that is trained on a grid comes nearer to its target than its start rounded to the grid.
+    #[test]
+    fn a_descent_on_every_grid_lowers_the_loss_of_what_ships() {
+        let device = Device::flex().autodiff();
+        let tensor = |v: Vec<f32>, n| Tensor::<2>::from_data(TensorData::new(v, [n, 256]), &device);
+        let (x, start) = (tensor(normal(64 * 256, 1.0, 1, 1), 64), normal(4 * 256, 0.1, 1, 2));
+        let target = x.clone().matmul(tensor(start.clone(), 4).transpose());
+        let e5m2 = QuantArgs { qtype: QuantType::Fp8E5M2, ..QuantArgs::fp8(Granularity::PerChannel, FloatType::F32) };
+        let block = QuantArgs::fp8(Granularity::PerBlock(128, 128), FloatType::F32);
+        let gguf = Grid::Gguf;
+        let mut high = Vec::new();
+        // Q4_K searches its scales: they jump with the weights, so it gains less.
+        for (grid, share) in [
+            (gguf(GgufGrid::Q4_0), 0.8),
+            (gguf(GgufGrid::Q4_1), 0.8),
+            (gguf(GgufGrid::Q8_0), 0.8),
+            (gguf(GgufGrid::Q4K), 0.95),
+            (Grid::OwnRange(e5m2), 0.8),
+            (Grid::OwnRange(block), 0.8),
+            (Grid::OwnRange(QuantArgs::nvfp4()), 0.8),
+            (Grid::OwnRange(QuantArgs::mxfp4()), 0.8),
+        ] {
+            let mut values = start.clone();
+            let (mut first, mut best) = (f32::NAN, f32::INFINITY);
+            for step in 0..200 {
+                let w = tensor(values.clone(), 4).require_grad();
+                let y = x.clone().matmul(run(w.clone(), grid).transpose());
+                let loss = (y - target.clone()).powi_scalar(2).mean();
+                let value = host(loss.clone())[0];
+                (first, best) = (if step == 0 { value } else { first }, best.min(value));
+                let grad = host(w.grad(&loss.backward()).unwrap());
+                values.iter_mut().zip(grad).for_each(|(v, g)| *v -= 0.1 * g);
+            }
+            if best >= share * first {
+                high.push(format!("{grid:?}: {best} against {first}"));
+            }
+        }
+        assert!(high.is_empty(), "{high:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Layers of the float models, with the fake quantization that training may switch on. Not models (see `llama`,
 //! `resnet`).
 
-use crate::fake_quant::{fake_quant_activation, fake_quant_weight};
+use crate::fake_quant::{fake_quant_activation, fake_quant_weight, fake_quant_weight_under};
 use crate::llama::host;
 use crate::ops;
 use crate::{LearnedGrid, Lora};
@@ -24,6 +24,9 @@ pub struct Linear {
     codes: bool,
     #[module(skip)]
     quant: Option<QuantArgs>,
+    /// The global scale of fake quantization by ranges, where the scheme has one and layers share it; `None`: the weight's own.
+    #[module(skip)]
+    global: Option<f32>,
     /// How the input is put on a grid.
     #[module(skip)]
     inputs: Option<InputGrid>,
@@ -33,7 +36,7 @@ impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        Self { weight, grid: None, lora: None, codes: false, quant: None, inputs: None }
+        Self { weight, grid: None, lora: None, codes: false, quant: None, global: None, inputs: None }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -83,8 +86,19 @@ impl Linear {
     /// ([`crate::fake_quant::check_shape`]).
     pub fn set_quant(&mut self, quant: Option<QuantArgs>) {
         self.quant = quant;
+        self.global = None;
         self.grid = None;
         self.codes = false;
+    }
+
+    /// Gives fake quantization by ranges the global scale that layers share (of schemes that have one).
+    pub fn set_global_scale(&mut self, global: f32) {
+        self.global = Some(global);
+    }
+
+    /// The largest magnitude of the weight, its adapter merged in.
+    pub fn largest_magnitude(&self) -> f32 {
+        dsq_kernels::fake_quant::largest_magnitude(&self.values())
     }
 
     /// Switches fake quantization of the input on or off.
@@ -102,8 +116,15 @@ impl Linear {
             let [n, k] = self.weight.dims();
             args.learned_shape(n, k)?;
             let init = QuantArgs { observer: WeightObserver::Mse, ..args };
-            let params = dsq_kernels::quantize::qparams_of(&self.values(), n, k, init)?;
-            self.grid = Some(LearnedGrid::new(&params, args.mapping, &self.weight.val().device()));
+            let values = self.values();
+            let own = || QuantArgs::global_scale(dsq_kernels::fake_quant::largest_magnitude(&values));
+            let global = args.has_global_scale().then(|| self.global.unwrap_or_else(own));
+            let params = match global {
+                None => dsq_kernels::quantize::qparams_of(&values, n, k, init)?,
+                Some(_) => QuantizedMatrix::qparams_under(&values, n, k, init, global)?,
+            };
+            let grid = LearnedGrid::new(&params, args.mapping, &self.weight.val().device());
+            self.grid = Some(grid.under(global));
         }
         Ok(())
     }
@@ -123,15 +144,20 @@ impl Linear {
         self.set_values(weight);
         self.set_quant(Some(matrix.args));
         let params: Vec<_> = (0..matrix.scales.len()).map(|i| matrix.qparams(i)).collect();
-        self.grid = Some(LearnedGrid::new(&params, matrix.args.mapping, &self.weight.val().device()));
+        let grid = LearnedGrid::new(&params, matrix.args.mapping, &self.weight.val().device());
+        self.grid = Some(grid.under(matrix.global_scale));
     }
 
     /// Puts the codes of a matrix in the place of the weight, for good: from here on only their scales are trained. The
     /// weight must not be read as one any more.
     pub fn freeze_codes(&mut self, matrix: &QuantizedMatrix) {
-        let per = matrix.codes.len().checked_div(matrix.scales.len()).unwrap_or(1).max(1);
-        let code = |(i, &q): (usize, &i8)| (i32::from(q) - matrix.qparams(i / per).zero) as f32;
-        self.learn_from(matrix.codes.iter().enumerate().map(code).collect(), matrix);
+        let mut codes = Vec::with_capacity(matrix.codes.len());
+        for (i, run) in matrix.args.runs(matrix.n, matrix.k) {
+            let zero = matrix.qparams(i).zero;
+            // `+ 0.0`: a float code of -0 becomes the 0 that its value is quantized to.
+            codes.extend(matrix.codes[run].iter().map(|&q| matrix.args.code_value(q, zero) + 0.0));
+        }
+        self.learn_from(codes, matrix);
         self.weight = self.weight.clone().no_grad();
         self.codes = true;
     }
@@ -145,11 +171,15 @@ impl Linear {
         let ([n, k], mut values) = (self.weight.dims(), self.values());
         if let (true, Some(grid)) = (self.codes, &self.grid) {
             // A code is the nearest one to its own value: the quotient is off by far less than a half.
-            grid.dequantize(&mut values, &args);
+            grid.dequantize(&mut values, k, &args);
         }
-        match &self.grid {
-            None => dsq_kernels::quantize::quantize(&values, n, k, args),
-            Some(grid) => dsq_kernels::quantize::quantize_with(&values, n, k, args, &grid.qparams(&args)),
+        match (&self.grid, self.global) {
+            (None, None) => dsq_kernels::quantize::quantize(&values, n, k, args),
+            (None, global) => QuantizedMatrix::quantize_under(&values, n, k, args, global),
+            (Some(grid), _) if grid.global().is_some() => {
+                QuantizedMatrix::quantize_on(&values, n, k, args, &grid.qparams(&args), grid.global())
+            }
+            (Some(grid), _) => dsq_kernels::quantize::quantize_with(&values, n, k, args, &grid.qparams(&args)),
         }
         .map(Some)
     }
@@ -159,7 +189,7 @@ impl Linear {
         match (&self.quant, &self.grid) {
             (Some(args), Some(grid)) if self.codes => grid.scaled_codes(self.weight.val(), args),
             (Some(args), Some(grid)) => grid.fake_quant(self.latent_weight(), args),
-            (Some(args), None) => fake_quant_weight(self.latent_weight(), args),
+            (Some(args), None) => fake_quant_weight_under(self.latent_weight(), args, self.global),
             (None, _) => self.latent_weight(),
         }
     }

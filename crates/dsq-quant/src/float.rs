@@ -1,7 +1,7 @@
 //! Stored float dtypes and the rounding to them. Not a tensor type.
 
 use crate::MiniFloat;
-use crate::minifloat::{e8m0_encode, mx_power};
+use crate::minifloat::{e8m0_encode, mx_power, nearest_power};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +43,15 @@ impl FloatType {
             FloatType::F8E4M3 => MiniFloat::E4M3.decode(MiniFloat::E4M3.encode(x)),
             FloatType::F8E8M0 if e8m0_encode(x) != 255 => x,
             FloatType::F8E8M0 => mx_power(x).max(MIN_E8M0),
+        }
+    }
+
+    /// What a trained scale is stored as: the nearest of this dtype. That is [`FloatType::round`] but for E8M0, whose rule for
+    /// ranges always rounds down to 1.75 times a power of two; here 1.5 times one goes up.
+    pub fn nearest(self, x: f32) -> f32 {
+        match self {
+            FloatType::F8E8M0 => nearest_power(x),
+            _ => self.round(x),
         }
     }
 

@@ -1,16 +1,32 @@
 //! Grids whose scale and zero point are trained: which parameters ship for a learned pair, and the gradients of a fake
 //! quantized value. Not the walk over a tensor (see `dsq-kernels`, `fake_quant`) and not an optimizer.
 
-use crate::{Granularity, Mapping, QParams, QuantArgs, QuantError};
+use crate::{Granularity, Mapping, MiniFloat, QParams, QuantArgs, QuantError};
 
 impl QuantArgs {
     /// The parameters that ship for a learned scale and zero point (both f32, in training): the scale rounded to its stored
-    /// dtype, the zero point rounded to the nearest code. A scale that is not above zero once stored becomes the dtype's
-    /// smallest normal number. NaN and infinity stay in the scale: the values become NaN, and `QuantizedMatrix` refuses it.
+    /// dtype ([`crate::FloatType::nearest`]), the zero point rounded to the nearest code. A scale that is not above zero once
+    /// stored becomes the dtype's smallest normal number. NaN and infinity stay in the scale: the values become NaN, and
+    /// `QuantizedMatrix` refuses it. For schemes without a global scale.
     #[inline]
     pub fn learned_qparams(&self, scale: f32, zero: f32) -> QParams {
-        let stored = self.scale_dtype.round(scale);
-        let scale = if stored <= 0.0 { self.scale_dtype.min_positive() } else { stored };
+        self.stored_learned_qparams(scale, zero, None)
+    }
+
+    /// [`QuantArgs::learned_qparams`] under a global scale. The learned scale is the one in effect, in the unit of the values
+    /// as with every other scheme; what is returned is the stored one, `scale * global` rounded, at most the largest E4M3 number:
+    /// where training makes the largest group's scale larger still, its values clip.
+    #[inline]
+    pub fn stored_learned_qparams(&self, scale: f32, zero: f32, global: Option<f32>) -> QParams {
+        let (scaled, dtype) = (global.map_or(scale, |g| scale * g), self.scale_dtype);
+        let largest = global.map_or(f32::INFINITY, |_| dtype.max());
+        // The comparisons leave NaN alone, and a scale below zero to what comes after.
+        let stored = match scaled {
+            s if s > largest => largest,
+            s if s <= 0.0 => 0.0,
+            s => dtype.nearest(s),
+        };
+        let scale = if stored == 0.0 { dtype.min_positive() } else { stored };
         let zero = match self.mapping {
             Mapping::Symmetric => 0,
             Mapping::Asymmetric => {
@@ -26,10 +42,21 @@ impl QuantArgs {
     /// - `c` in the code range: `1`, `q - zero - x / scale`, `0`;
     /// - below or above it, where `q` is the end of the range: `0`, `q - zero`, `-scale`.
     ///
+    /// A float code: the same with what it stands for in the place of `q - zero` ([`MiniFloat::learned_gradients`]).
+    ///
     /// Source: LSQ (Esser et al., arXiv:1902.08153), and LSQ+ (Bhalgat et al., arXiv:2004.09576) for the zero point, which
     /// lies in the domain of codes here.
     #[inline(always)]
     pub fn learned_gradients(&self, x: f32, p: QParams) -> [f32; 3] {
+        match self.qtype.float() {
+            None => self.integer_gradients(x, p),
+            Some(f) => f.learned_gradients(x, p.scale),
+        }
+    }
+
+    /// [`QuantArgs::learned_gradients`] of integer codes: no question about the type, so that a loop of it vectorizes.
+    #[inline(always)]
+    pub fn integer_gradients(&self, x: f32, p: QParams) -> [f32; 3] {
         let (qmin, qmax, zero) = (self.qtype.qmin() as f32, self.qtype.qmax() as f32, p.zero as f32);
         let t = x / p.scale;
         let c = t + zero;
@@ -56,16 +83,28 @@ impl QuantArgs {
     /// The shape of the scales that can be trained for an `[n, k]` matrix.
     ///
     /// # Errors
-    /// [`QuantError::Setting`] for codes that are no integers, or scales of blocks; else as [`QuantArgs::scale_shape`].
+    /// [`QuantError::Setting`] for scales of tokens, which are found when the model runs; else as [`QuantArgs::scale_shape`].
     pub fn learned_shape(&self, n: usize, k: usize) -> Result<[usize; 2], QuantError> {
-        if self.qtype.float().is_some() || matches!(self.granularity, Granularity::PerBlock(..)) {
+        if matches!(self.granularity, Granularity::PerToken | Granularity::PerTokenGroup(_)) {
             return Err(QuantError::Setting {
                 field: "scheme",
-                expected: "integer codes in runs along the inputs, for learned scales".into(),
-                got: format!("{} {:?}", self.qtype.name(), self.granularity),
+                expected: "scales that are stored, for learned ones".into(),
+                got: format!("{} {:?}, found when the model runs", self.qtype.name(), self.granularity),
             });
         }
         self.scale_shape(n, k)
+    }
+}
+
+impl MiniFloat {
+    /// The derivatives of `round(x / scale) * scale` by `x` and by the scale (and the 0 by a zero point, which float codes do not
+    /// have), where every rounding passes its gradient through: with `t = x / scale`, within the largest values `1`,
+    /// `round(t) - t`; beyond them `0` and that largest value, sign and all. LSQ's, with the value of a code in the place of the integer.
+    #[inline(always)]
+    pub fn learned_gradients(self, x: f32, scale: f32) -> [f32; 3] {
+        let t = x / scale;
+        let value = self.round(t);
+        if t.abs() <= self.max() { [1.0, value - t, 0.0] } else { [0.0, value, 0.0] }
     }
 }
 
@@ -73,6 +112,88 @@ impl QuantArgs {
 mod tests {
     use super::*;
     use crate::{FloatType, QuantType};
+
+    /// The schemes of float codes, under a global scale where they have one, with a scale in effect that can be stored.
+    fn float_schemes() -> Vec<(QuantArgs, Option<f32>, f32)> {
+        let fp8 = |granularity, dtype| QuantArgs::fp8(granularity, dtype);
+        let e5m2 = QuantArgs { qtype: QuantType::Fp8E5M2, ..fp8(Granularity::PerChannel, FloatType::F32) };
+        vec![
+            (fp8(Granularity::PerTensor, FloatType::F32), None, 0.003),
+            (fp8(Granularity::PerChannel, FloatType::Bf16), None, 0.25),
+            (fp8(Granularity::PerBlock(128, 128), FloatType::F16), None, 0.125),
+            (e5m2, None, 0.01),
+            (QuantArgs::mxfp4(), None, 0.25),
+            (QuantArgs::nvfp4(), Some(700.0), 120.0 / 700.0),
+        ]
+    }
+
+    #[test]
+    fn gradients_of_float_codes_are_those_of_finite_differences() {
+        for (args, global, scale) in float_schemes() {
+            let p = args.in_effect(args.stored_learned_qparams(scale, 0.0, global), global);
+            assert_eq!(p.scale, scale, "{args:?}: the example is stored exactly");
+            let (f, s) = (args.qtype.float().unwrap(), f64::from(scale));
+            let largest = f64::from(f.max());
+            let (mut inside, mut outside) = (0, 0);
+            // Every binade, beyond the ends too.
+            for i in 0..4000 {
+                let c = (i as f32 - 2000.0) / 2000.0;
+                let x = (c.powi(3) * 1.2 + 1e-5) * f.max() * scale;
+                let t = f64::from(x / scale);
+                if (t.abs() - largest).abs() < 1e-3 * largest {
+                    continue;
+                }
+                // What rounding added stays, as a constant; the clip does not.
+                let r = f64::from(f.round(x / scale)) - t;
+                let value = |x: f64, s: f64| if t.abs() < largest { (x / s + r) * s } else { largest.copysign(t) * s };
+                let h = 1e-4 * s;
+                let slope = [
+                    (value(f64::from(x) + h, s) - value(f64::from(x) - h, s)) / (2.0 * h),
+                    (value(f64::from(x), s + h) - value(f64::from(x), s - h)) / (2.0 * h),
+                ];
+                if t.abs() < largest {
+                    inside += 1
+                } else {
+                    outside += 1
+                }
+                let [dx, ds, dz] = args.learned_gradients(x, p);
+                assert_eq!(dz, 0.0);
+                for (a, b) in [dx, ds].into_iter().zip(slope) {
+                    assert!((f64::from(a) - b).abs() < 1e-5 * (1.0 + t.abs()), "{args:?} {x}: {a} against {b}");
+                }
+            }
+            assert!(inside > 3000 && outside > 100, "{args:?} {inside} {outside}");
+        }
+    }
+
+    #[test]
+    fn scales_of_float_codes_ship_stored_and_never_beyond_their_dtype() {
+        let mx = QuantArgs::mxfp4();
+        assert_eq!(
+            [0.2, 0.3, 0.19, 0.0, -3.0].map(|s| mx.learned_qparams(s, 0.0).scale),
+            [0.25, 0.25, 0.25, FloatType::F8E8M0.min_positive(), FloatType::F8E8M0.min_positive()]
+        );
+        let (nv, global) = (QuantArgs::nvfp4(), Some(100.0));
+        let stored = |s: f32| nv.stored_learned_qparams(s, 0.0, global).scale;
+        assert_eq!([1.0, 1.02, 4.48, 99.0, 0.0, -1.0].map(stored), [96.0, 104.0, 448.0, 448.0, 0.015625, 0.015625]);
+        assert!(stored(f32::NAN).is_nan() && mx.learned_qparams(f32::NAN, 0.0).scale.is_nan());
+        // A stored scale under any global one comes back from the one in effect.
+        for i in 1..127u8 {
+            for global in [1.0, 3.3, 2688.0 / 0.013, 1e30] {
+                let local = MiniFloat::E4M3.decode(i);
+                assert_eq!(nv.stored_learned_qparams(local / global, 0.0, Some(global)).scale, local);
+            }
+        }
+    }
+
+    #[test]
+    fn scales_of_tokens_are_not_learned() {
+        for args in [QuantArgs::nvfp4_tokens(), QuantArgs::fp8(Granularity::PerToken, FloatType::F32)] {
+            let e = args.learned_shape(4, 64).unwrap_err();
+            assert!(matches!(&e, QuantError::Setting { got, .. } if got.contains("when the model runs")), "{e}");
+        }
+        assert_eq!(QuantArgs::fp8(Granularity::PerBlock(3, 5), FloatType::F32).learned_shape(7, 11).unwrap(), [3, 3]);
+    }
 
     /// The clipped identity in f64 that the straight-through gradient differentiates: the code is not rounded but for the
     /// constant `r` that rounding added at the point.

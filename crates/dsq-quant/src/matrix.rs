@@ -60,6 +60,20 @@ impl QuantizedMatrix {
     /// As [`QuantizedMatrix::quantize`].
     pub fn qparams_of(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Vec<QParams>, QuantError> {
         let global = args.has_global_scale().then(|| QuantArgs::global_scale(absmax(w)));
+        Self::qparams_under(w, n, k, args, global)
+    }
+
+    /// [`QuantizedMatrix::qparams_of`] under a given global scale; `None` for schemes without.
+    ///
+    /// # Errors
+    /// As [`QuantizedMatrix::quantize_under`].
+    pub fn qparams_under(
+        w: &[f32],
+        n: usize,
+        k: usize,
+        args: QuantArgs,
+        global: Option<f32>,
+    ) -> Result<Vec<QParams>, QuantError> {
         let stored = Self::stored_qparams_of(w, n, k, args, global)?;
         Ok(stored.into_iter().map(|p| args.in_effect(p, global)).collect())
     }
@@ -73,8 +87,8 @@ impl QuantizedMatrix {
     ) -> Result<Vec<QParams>, QuantError> {
         check_len("weight", n * k, w.len())?;
         args.scale_shape(n, k)?;
-        check_global(&args, global)?;
         check_finite(w)?;
+        args.check_global(global)?;
         groups(w, n, k, &args)
             .enumerate()
             .map(|(i, values)| {
@@ -115,10 +129,10 @@ impl QuantizedMatrix {
         check_len("weight", n * k, w.len())?;
         let [rows, groups] = args.scale_shape(n, k)?;
         check_len("scales", rows * groups, params.len())?;
-        check_global(&args, global)?;
         check_finite(w)?;
+        args.check_global(global)?;
         let mut codes = Vec::with_capacity(w.len());
-        for (scale, run) in runs(n, k, &args) {
+        for (scale, run) in args.runs(n, k) {
             let p = args.in_effect(params[scale], global);
             codes.extend(w[run].iter().map(|&x| args.quantize(x, p)));
         }
@@ -143,7 +157,7 @@ impl QuantizedMatrix {
         check_len("scales", rows * groups, self.scales.len())?;
         let zeros = if self.args.mapping == Mapping::Asymmetric { rows * groups } else { 0 };
         check_len("zero points", zeros, self.zeros.len())?;
-        check_global(&self.args, self.global_scale)?;
+        self.args.check_global(self.global_scale)?;
         for (group, &value) in self.scales.iter().enumerate() {
             if !(value.is_finite() && value > 0.0 && self.args.scale_dtype.round(value) == value) {
                 return Err(QuantError::BadQParam { group, what: "scale", value });
@@ -201,7 +215,7 @@ impl QuantizedMatrix {
     /// The values on the grid, `[n, k]` row major.
     pub fn dequantize(&self) -> Vec<f32> {
         let mut out = Vec::with_capacity(self.codes.len());
-        for (scale, run) in runs(self.n, self.k, &self.args) {
+        for (scale, run) in self.args.runs(self.n, self.k) {
             let p = self.qparams(scale);
             out.extend(self.codes[run].iter().map(|&q| self.args.dequantize(q, p)));
         }
@@ -220,24 +234,43 @@ impl QuantizedMatrix {
     }
 }
 
-/// The runs of a row-major `[n, k]` matrix in which one scale holds, in order, each with its scale's index. The
-/// granularity was checked.
-fn runs(n: usize, k: usize, args: &QuantArgs) -> impl Iterator<Item = (usize, Range<usize>)> {
-    let (len, rows) = match args.granularity {
-        Granularity::PerTensor => (n * k, 1),
-        Granularity::PerChannel | Granularity::PerToken => (k, 1),
-        Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => (g, 1),
-        Granularity::PerBlock(rows, columns) => (columns, rows),
-    };
-    let len = len.max(1);
-    let width = if args.granularity == Granularity::PerTensor { n * k } else { k };
-    let (down, across) = ((n * k).checked_div(width).unwrap_or(0), width.div_ceil(len));
-    (0..down).flat_map(move |row| {
-        (0..across).map(move |i| {
-            let start = row * width + i * len;
-            (row / rows * across + i, start..(start + len).min((row + 1) * width))
+impl QuantArgs {
+    /// The runs of a row-major `[n, k]` matrix in which one scale holds, in order, each with its scale's index. Of a shape
+    /// that [`QuantArgs::scale_shape`] accepts.
+    pub fn runs(&self, n: usize, k: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let (len, rows) = match self.granularity {
+            Granularity::PerTensor => (n * k, 1),
+            Granularity::PerChannel | Granularity::PerToken => (k, 1),
+            Granularity::PerGroup(g) | Granularity::PerTokenGroup(g) => (g, 1),
+            Granularity::PerBlock(rows, columns) => (columns, rows),
+        };
+        let len = len.max(1);
+        let width = if self.granularity == Granularity::PerTensor { n * k } else { k };
+        let (down, across) = ((n * k).checked_div(width).unwrap_or(0), width.div_ceil(len));
+        (0..down).flat_map(move |row| {
+            (0..across).map(move |i| {
+                let start = row * width + i * len;
+                (row / rows * across + i, start..(start + len).min((row + 1) * width))
+            })
         })
-    })
+    }
+
+    /// Whether there is a global scale where there must be one, and none elsewhere.
+    ///
+    /// # Errors
+    /// [`QuantError::Setting`], and [`QuantError::BadQParam`] for one that is not finite and positive.
+    pub fn check_global(&self, global: Option<f32>) -> Result<(), QuantError> {
+        let setting = |expected: &str, got: String| {
+            Err(QuantError::Setting { field: "global_scale", expected: expected.into(), got })
+        };
+        match (self.has_global_scale(), global) {
+            (false, None) => Ok(()),
+            (true, Some(g)) if g.is_finite() && g > 0.0 => Ok(()),
+            (true, Some(value)) => Err(QuantError::BadQParam { group: 0, what: "global scale", value }),
+            (true, None) => setting("a finite positive number", "none".into()),
+            (false, Some(g)) => setting("none: only NVFP4 has one", g.to_string()),
+        }
+    }
 }
 
 /// The values that each scale is for, in the order of the scales.
@@ -248,7 +281,7 @@ fn groups<'a>(w: &'a [f32], n: usize, k: usize, args: &QuantArgs) -> impl Iterat
         _ => (1, k),
     };
     let blocks = matches!(args.granularity, Granularity::PerBlock(..));
-    let whole = if blocks { None } else { Some(runs(n, k, args).map(|(_, run)| Cow::Borrowed(&w[run]))) };
+    let whole = if blocks { None } else { Some(args.runs(n, k).map(|(_, run)| Cow::Borrowed(&w[run]))) };
     let parts = blocks.then(|| {
         (0..n).step_by(rows).flat_map(move |top| {
             (0..k).step_by(columns).map(move |left| {
@@ -258,24 +291,6 @@ fn groups<'a>(w: &'a [f32], n: usize, k: usize, args: &QuantArgs) -> impl Iterat
         })
     });
     whole.into_iter().flatten().chain(parts.into_iter().flatten().map(Cow::Owned))
-}
-
-fn check_global(args: &QuantArgs, global: Option<f32>) -> Result<(), QuantError> {
-    match (args.has_global_scale(), global) {
-        (false, None) => Ok(()),
-        (true, Some(g)) if g.is_finite() && g > 0.0 => Ok(()),
-        (true, Some(value)) => Err(QuantError::BadQParam { group: 0, what: "global scale", value }),
-        (true, None) => Err(QuantError::Setting {
-            field: "global_scale",
-            expected: "a finite positive number".into(),
-            got: "none".into(),
-        }),
-        (false, Some(g)) => Err(QuantError::Setting {
-            field: "global_scale",
-            expected: "none: only NVFP4 has one".into(),
-            got: g.to_string(),
-        }),
-    }
 }
 
 fn absmax(w: &[f32]) -> f32 {

@@ -18,6 +18,28 @@ pub enum MiniFloat {
     E2M1,
 }
 
+/// `with_format!(format, NAME => expression)`: the expression with the constant `NAME` in the place of a format that is known at
+/// run time only. A loop in it is compiled for each format on its own, and then vectorizes.
+#[macro_export]
+macro_rules! with_format {
+    ($format:expr, $name:ident => $body:expr) => {
+        match $format {
+            $crate::MiniFloat::E4M3 => {
+                const $name: $crate::MiniFloat = $crate::MiniFloat::E4M3;
+                $body
+            }
+            $crate::MiniFloat::E5M2 => {
+                const $name: $crate::MiniFloat = $crate::MiniFloat::E5M2;
+                $body
+            }
+            $crate::MiniFloat::E2M1 => {
+                const $name: $crate::MiniFloat = $crate::MiniFloat::E2M1;
+                $body
+            }
+        }
+    };
+}
+
 impl MiniFloat {
     /// Every format.
     pub const ALL: [MiniFloat; 3] = [MiniFloat::E4M3, MiniFloat::E5M2, MiniFloat::E2M1];
@@ -58,14 +80,40 @@ impl MiniFloat {
         if x.is_nan() || (self == MiniFloat::E2M1 && x == 0.0) {
             return if self == MiniFloat::E2M1 { 0 } else { sign | 0x7f };
         }
+        let (steps, exponent) = self.steps(x);
+        // Subnormal codes count steps; each further exponent adds 2^mantissa codes, and a carry goes into the exponent.
+        let below = ((exponent + bias - 1) as u32) << mantissa;
+        sign | (below + steps as u32) as u8
+    }
+
+    /// The magnitude of `x` after the clamp in steps of the grid there, rounded, and the exponent of the binade: a step is
+    /// `2^(exponent - mantissa)`. NaN gives what the largest value does.
+    #[inline(always)]
+    fn steps(self, x: f32) -> (f32, i32) {
+        let (mantissa, bias) = self.layout();
         let magnitude = x.abs().min(self.max());
         // The exponent of the magnitude; below the smallest normal number all steps are alike.
         let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(1 - bias);
         // A division by a power of two that neither overflows nor loses bits that a tie could hang on: exact.
-        let steps = (magnitude / pow2(exponent - mantissa as i32)).round_ties_even() as u32;
-        // Subnormal codes count steps; each further exponent adds 2^mantissa codes, and a carry goes into the exponent.
-        let below = ((exponent + bias - 1) as u32) << mantissa;
-        sign | (below + steps) as u8
+        ((magnitude / pow2(exponent - mantissa as i32)).round_ties_even(), exponent)
+    }
+
+    /// The value of the code of `x`, `decode(encode(x))` bit for bit, without a code and without a branch, so that a loop of
+    /// it vectorizes (where the format is a constant, see [`crate::with_format`]).
+    #[inline(always)]
+    pub fn round(self, x: f32) -> f32 {
+        let (steps, exponent) = self.steps(x);
+        let value = (steps * pow2(exponent - self.layout().0 as i32)).copysign(x);
+        match self {
+            MiniFloat::E2M1 if x == 0.0 || x.is_nan() => 0.0,
+            _ if x.is_nan() => f32::NAN,
+            _ => value,
+        }
+    }
+
+    /// The distance of two neighbouring numbers of the grid around `x`, after the clamp.
+    pub fn step(self, x: f32) -> f32 {
+        pow2(self.steps(x).1 - self.layout().0 as i32)
     }
 
     /// The value of a code (of E2M1: its low four bits).
@@ -150,6 +198,16 @@ pub(crate) fn mx_power(absmax: f32) -> f32 {
     f32::from_bits((absmax.to_bits() + (1 << 21)) & 0x7f80_0000)
 }
 
+/// The nearest power of two to a positive number, up from 1.5 times one; at least 2^-127, infinity from 1.5 * 2^127 on. For a
+/// scale that is trained: unlike [`mx_power`] it leaves room on both sides of each power, so that a small step of training
+/// down from one does not halve it.
+pub(crate) fn nearest_power(x: f32) -> f32 {
+    if !x.is_finite() || e8m0_encode(x) != 255 {
+        return x;
+    }
+    f32::from_bits((x.to_bits() + (1 << 22)) & 0x7f80_0000).max(e8m0_decode(0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,12 +281,39 @@ mod tests {
         }
     }
 
+    fn assert_rounds(f: MiniFloat, x: f32) {
+        let (a, b) = (f.round(x), f.decode(f.encode(x)));
+        assert!(a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()), "{f:?} {x}: {a} against {b}");
+    }
+
+    #[test]
+    fn a_step_is_the_distance_of_neighbours() {
+        let e = MiniFloat::E2M1;
+        assert_eq!(
+            [0.0, 0.4, 0.9, 1.9, 2.0, 3.9, 4.0, 9.0].map(|x| e.step(x)),
+            [0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0]
+        );
+        assert_eq!(
+            [0.001, 1.5, -300.0, f32::INFINITY].map(|x| MiniFloat::E4M3.step(x)),
+            [2f32.powi(-9), 0.125, 32.0, 32.0]
+        );
+    }
+
+    #[test]
+    fn powers_of_two_near_a_trained_scale() {
+        let xs = [1.0, 1.49, 1.5, 0.75, 0.7499, 2f32.powi(-127), 1e-45, 1.4 * 2f32.powi(127)];
+        let want = [1.0, 1.0, 2.0, 1.0, 0.5, 2f32.powi(-127), 2f32.powi(-127), 2f32.powi(127)];
+        assert_eq!(xs.map(nearest_power), want);
+        assert!(nearest_power(f32::NAN).is_nan() && nearest_power(f32::MAX) == f32::INFINITY);
+    }
+
     #[test]
     fn every_f16_and_every_tie_rounds_as_an_f64_oracle() {
         for f in MiniFloat::ALL {
             let g = grid(f);
             for bits in 0..=u16::MAX {
                 let x = f16::from_bits(bits).to_f32();
+                assert_rounds(f, x);
                 if !x.is_nan() {
                     assert!(same(f, f.encode(x), oracle(f, &g, f64::from(x))), "{f:?} {x}");
                 }
@@ -238,6 +323,7 @@ mod tests {
                 let mid = ((w[0].1 + w[1].1) / 2.0) as f32;
                 for x in [mid, f32::from_bits(mid.to_bits() - 1), f32::from_bits(mid.to_bits() + 1)] {
                     for x in [x, -x] {
+                        assert_rounds(f, x);
                         assert!(same(f, f.encode(x), oracle(f, &g, f64::from(x))), "{f:?} {x}");
                     }
                 }
@@ -246,6 +332,7 @@ mod tests {
             for e in 0..255u32 {
                 for m in [0, 1, 0x20_0000, 0x40_0000, 0x60_0000, 0x7f_ffff] {
                     let x = f32::from_bits(e << 23 | m);
+                    [x, -x].into_iter().for_each(|x| assert_rounds(f, x));
                     assert!(same(f, f.encode(x), oracle(f, &g, f64::from(x))), "{f:?} {x:e}");
                 }
             }

@@ -1,7 +1,7 @@
 //! How a weight's own values give the range of its grid: the whole range, or the one of least squared error. Not the
 //! observers of activations, which follow a range over batches (see `observer.rs`).
 
-use crate::{QParams, QuantArgs, QuantError};
+use crate::{QParams, QuantArgs, QuantError, with_format};
 use serde::{Deserialize, Serialize};
 
 /// How a weight's own values give the range of its grid.
@@ -68,8 +68,8 @@ impl QuantArgs {
     /// `i`, `i + 16`, ... one after the other in f32; the lanes of a run, then the runs, are added in f64.
     #[inline(always)]
     pub fn squared_error(&self, x: &[f32], p: QParams) -> f64 {
-        if self.qtype.float().is_some() {
-            return sum_of_squares(x, |x| self.dequantize(self.quantize(x, p), p) - x);
+        if let Some(f) = self.qtype.float() {
+            return with_format!(f, F => sum_of_squares(x, |x| F.round(x / p.scale) * p.scale - x));
         }
         let (qmin, qmax, zero) = (self.qtype.qmin() as f32, self.qtype.qmax() as f32, p.zero as f32);
         sum_of_squares(x, |x| {

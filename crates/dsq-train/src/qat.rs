@@ -5,10 +5,12 @@
 use crate::adamw::ParamGroup;
 use crate::{Adapters, TrainError};
 use burn::module::Module;
+use dsq_checkpoint::ModelConfig;
 use dsq_model::layers::Linear;
 use dsq_model::resnet::GridPart;
 use dsq_model::{Llama, Lora};
-use dsq_quant::{InputGrid, QuantConfig, QuantizedMatrix};
+use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
+use std::collections::HashMap;
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others.
 ///
@@ -23,7 +25,26 @@ pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainErr
         layer.set_quant(scheme.map(|s| s.weights));
         layer.set_inputs(InputGrid::dynamic(scheme.and_then(|s| s.activations)));
     }
-    Ok(model)
+    Ok(share_global_scales(model))
+}
+
+/// Gives the prepared layers whose scheme has a global scale (NVFP4) that of their present weights; layers that a server computes as one
+/// matrix (q, k and v; gate and up) share the one of the largest magnitude of all, as in `dsq quantize`. To be called whenever the
+/// weights have moved. Layers with learned grids keep the global scale that their grids started with.
+pub fn share_global_scales(mut model: Llama) -> Llama {
+    let has_one = |l: &Linear| l.grid().is_none() && l.quant().is_some_and(|a| a.has_global_scale());
+    let layers = model.linears().into_iter().filter(|(_, l)| has_one(l));
+    let largest: HashMap<String, f32> = layers.map(|(name, l)| (name, l.largest_magnitude())).collect();
+    if largest.is_empty() {
+        return model;
+    }
+    let config = ModelConfig::Llama(model.config().clone());
+    for (name, layer) in model.linears_mut().into_iter().filter(|(name, _)| largest.contains_key(name)) {
+        let fused = config.fused_with(&name);
+        let shared = fused.iter().filter_map(|m| largest.get(m)).fold(0.0f32, |m, &x| m.max(x));
+        layer.set_global_scale(QuantArgs::global_scale(shared));
+    }
+    model
 }
 
 /// Whether the scales of every layer that `config` names can be trained.
@@ -83,6 +104,8 @@ pub(crate) const LORA_B: &str = "lora.b";
 /// Ends of the parameter paths of learned grids.
 pub(crate) const GRID_SCALE: &str = "grid.scale";
 pub(crate) const GRID_ZERO: &str = "grid.zero";
+/// End of the name under which checkpoints keep the global scale of a learned grid.
+pub(crate) const GRID_GLOBAL: &str = "grid.global";
 
 /// How fast learned grids move, by the paths of their parameters.
 pub(crate) struct GridRates {
@@ -206,9 +229,6 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     for (name, layer) in model.linears() {
         if let Some(scheme) = config.scheme_for(&name) {
             any = true;
-            if let Err(e) = dsq_kernels::fake_quant::check_trainable(&scheme.weights) {
-                return Err(setting("quant.scheme", format!("another scheme for {name}"), e.to_string()));
-            }
             if let Err(e) = scheme.check_length(layer.weight.dims()[1]) {
                 bad.push(format!("{name} ({e})"));
             }

@@ -137,9 +137,19 @@ fn train(
     config: &LmTrainConfig,
     on_step: &mut dyn FnMut(&Progress) -> Control,
 ) -> Result<LmOutcome, TrainError> {
+    train_on(&quant(), path, resume, config, on_step)
+}
+
+fn train_on(
+    quant: &QuantConfig,
+    path: &Path,
+    resume: bool,
+    config: &LmTrainConfig,
+    on_step: &mut dyn FnMut(&Progress) -> Control,
+) -> Result<LmOutcome, TrainError> {
     let fingerprint = serde_json::to_value(config).unwrap();
     let mut run = RunDir::open(path, &fingerprint, resume, false)?;
-    train_lm(&model(), &text(400), config, &quant(), &mut run, on_step)
+    train_lm(&model(), &text(400), config, quant, &mut run, on_step)
 }
 
 type Bits = Vec<(String, Vec<u32>)>;
@@ -293,6 +303,50 @@ fn c084_a_run_with_adapters_stopped_after_any_step_resumes_to_the_same_bits() {
     let with = LmTrainConfig { adapters: Some(Adapters { rank: 3, alpha: 6.0 }), ..settings() };
     resumes_after_every_step(&with);
     resumes_after_every_step(&LmTrainConfig { learned_scales: Some(LearnedScales { rate: 1e-2 }), ..with });
+}
+
+/// A global scale that follows the weights, one that learned scales keep, and scales of blocks: nothing of them is lost.
+#[test]
+fn c084_runs_on_float_codes_resume_to_the_same_bits_and_ship_what_they_train() {
+    let of = |name: &str, learned: bool, adapters: bool| {
+        let fixed = QuantScheme::fixed_grid(name);
+        let dtype = fixed.scale_dtype.unwrap_or(FloatType::F32);
+        let scheme = QuantScheme::preset(name, fixed.granularity.unwrap(), dtype).unwrap();
+        let config = LmTrainConfig {
+            learned_scales: learned.then_some(LearnedScales { rate: 1e-2 }),
+            adapters: adapters.then_some(Adapters { rank: 3, alpha: 6.0 }),
+            ..settings()
+        };
+        (QuantConfig::new(scheme, &["lm_head".into()]).unwrap(), config)
+    };
+    for (quant, config) in [
+        of("NVFP4A16", false, false),
+        of("NVFP4A16", true, false),
+        of("NVFP4A16", false, true),
+        of("NVFP4A16", true, true),
+        of("FP8A16_BLOCK", false, false),
+        of("FP8A16_BLOCK", true, false),
+    ] {
+        let straight = tempfile::tempdir().unwrap();
+        let want = train_on(&quant, straight.path(), false, &config, &mut |_| Control::Continue).unwrap();
+        for (name, matrix) in &want.quantized {
+            let layers = want.qat.linears();
+            let layer = &layers.iter().find(|l| l.0 == *name).unwrap().1;
+            let effective: Vec<f32> = layer.effective_weight().into_data().try_to_vec().unwrap();
+            assert_eq!(effective, matrix.dequantize(), "{name}");
+        }
+        for stop in [9, 11, 14, 15, 17] {
+            let dir = tempfile::tempdir().unwrap();
+            let stopped = train_on(&quant, dir.path(), false, &config, &mut |p| match p.global_step == stop {
+                true => Control::Stop,
+                false => Control::Continue,
+            });
+            assert!(matches!(stopped, Err(TrainError::Interrupted { .. })));
+            let got = train_on(&quant, dir.path(), true, &config, &mut |_| Control::Continue).unwrap();
+            assert!(all_bits(&got) == all_bits(&want) && got.quantized == want.quantized, "stopped after {stop}");
+            assert_eq!(log(dir.path()), log(straight.path()), "stopped after {stop}");
+        }
+    }
 }
 
 fn resumes_after_every_step(config: &LmTrainConfig) {

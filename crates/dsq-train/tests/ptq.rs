@@ -198,6 +198,55 @@ fn every_method_and_grid_stays_near_the_float_model() {
     }
 }
 
+/// The preset of a scheme of float codes.
+fn float_config(name: &str) -> QuantConfig {
+    let fixed = QuantScheme::fixed_grid(name);
+    let granularity = fixed.usual.unwrap_or(Granularity::PerChannel);
+    let scheme = QuantScheme::preset(name, granularity, fixed.scale_dtype.unwrap_or(FloatType::F32)).unwrap();
+    QuantConfig::new(scheme, &["lm_head".to_owned()]).unwrap()
+}
+
+#[test]
+fn every_method_on_float_codes_stays_near_the_float_model_and_layers_share_global_scales() {
+    let ckpt = golden("llama_tiny");
+    let float = logits(&ckpt, None, true);
+    for (name, most) in [("FP8A16", 0.2), ("FP8A16_BLOCK", 0.2), ("MXFP4A16", 0.6), ("NVFP4A16", 0.6)] {
+        let mut quant = float_config(name);
+        quant.scheme.weights.observer = WeightObserver::Mse;
+        for method in METHODS {
+            if name == "NVFP4A16" && method.1 {
+                let settings = PtqSettings { scaling: Scaling::Awq, ..PtqSettings::new(&quant, method.0) };
+                let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
+                assert!(e.to_string().contains("global") && e.exit_code() == 2, "{e}");
+                continue;
+            }
+            let outcome = run(&ckpt, &quant, method, None);
+            outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
+            let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
+            assert!(d < most, "{method:?} {name}: {d}");
+            let global =
+                |part: &str| outcome.linears.iter().find(|l| l.module.ends_with(part)).unwrap().matrix.global_scale;
+            assert_eq!(global("q_proj").is_some(), name == "NVFP4A16");
+            assert!(global("q_proj") == global("k_proj") && global("q_proj") == global("v_proj"));
+            assert_eq!(global("gate_proj"), global("up_proj"));
+        }
+    }
+}
+
+#[test]
+fn end_to_end_steps_that_move_weights_ship_float_codes_too() {
+    let ckpt = golden("llama_tiny");
+    for name in ["FP8A16_BLOCK", "MXFP4A16", "NVFP4A16"] {
+        let quant = float_config(name);
+        let tuning = Tuning { steps: 4, end_weight_rate: 1e-3, ..Tuning::default() };
+        let settings = PtqSettings { tuning, ..PtqSettings::new(&quant, PtqMethod::Blockwise) };
+        let outcome = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap();
+        outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
+        let [first, last] = outcome.end_to_end.unwrap();
+        assert!(first.is_finite() && last < 2.0 * first, "{name}: {first} {last}");
+    }
+}
+
 #[test]
 fn layers_that_stay_in_float_are_not_touched_and_heads_are_reached() {
     let ckpt = golden("llama_tiny_untied");
@@ -251,11 +300,18 @@ fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
     // On the calibration text itself: a model of random weights has nothing that carries over to another.
     let ids: Arc<Vec<i32>> = Arc::new(tokens(600).into_iter().map(|t| t as i32).collect());
     let float = host(llama.logits(ids.clone(), 15));
-    for (scheme, mapping) in
-        [("W4A16", Mapping::Symmetric), ("W3A16", Mapping::Asymmetric), ("W2A16", Mapping::Symmetric)]
-    {
+    let integers = |scheme, mapping| {
         let mut quant = config(scheme, Granularity::PerGroup(32), &["lm_head"]);
         quant.scheme.weights.mapping = mapping;
+        (scheme, quant)
+    };
+    for (scheme, mut quant) in [
+        integers("W4A16", Mapping::Symmetric),
+        integers("W3A16", Mapping::Asymmetric),
+        integers("W2A16", Mapping::Symmetric),
+        ("MXFP4A16", float_config("MXFP4A16")),
+        ("NVFP4A16", float_config("NVFP4A16")),
+    ] {
         quant.scheme.weights.observer = WeightObserver::Mse;
         let of = |method| run(&ckpt, &quant, (method, false), None);
         let (gptq, trained) = (of(PtqMethod::Gptq), of(PtqMethod::Blockwise));

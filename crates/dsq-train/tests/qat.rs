@@ -3,7 +3,7 @@
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::{LearnedGrid, Llama, Lora};
-use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, QuantType};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix};
 use dsq_train::{Adapters, NamedGradients, TrainError, qat};
 use std::path::Path;
 use std::sync::Arc;
@@ -80,6 +80,109 @@ fn prepare_equals_convert_for_many_seeds_and_schemes() {
         assert_ne!(logits, plain, "quantization is visible");
         // Released, the float model is back.
         assert_eq!(host(qat::release(prepared).logits(ids.clone(), 2)), plain);
+    }
+}
+
+/// Every scheme of float codes.
+fn float_configs() -> Vec<QuantConfig> {
+    let config = |name: &str, granularity: Option<Granularity>| {
+        let fixed = QuantScheme::fixed_grid(name);
+        let granularity = fixed.granularity.or(granularity).unwrap();
+        let dtype = fixed.scale_dtype.unwrap_or(FloatType::Bf16);
+        let ignore = ["lm_head", "re:.*layers\\.1\\.mlp\\.up_proj$"].map(String::from);
+        QuantConfig::new(QuantScheme::preset(name, granularity, dtype).unwrap(), &ignore).unwrap()
+    };
+    let mut blocks = config("FP8A16_BLOCK", None);
+    blocks.scheme.weights.granularity = Granularity::PerBlock(40, 24);
+    vec![
+        config("FP8A16", Some(Granularity::PerTensor)),
+        config("FP8A16", Some(Granularity::PerChannel)),
+        config("FP8A16_BLOCK", None),
+        blocks,
+        config("NVFP4A16", None),
+        config("MXFP4A16", None),
+    ]
+}
+
+fn assert_ships(model: &Llama, what: &str) -> Vec<(String, QuantizedMatrix)> {
+    let converted = qat::convert(model).unwrap();
+    assert_eq!(converted.len(), 13, "7 a layer but for the ignored one");
+    for (name, layer) in model.linears() {
+        if let Some((_, matrix)) = converted.iter().find(|c| c.0 == name) {
+            matrix.validate().unwrap();
+            let shipped: Vec<u32> = matrix.dequantize().iter().map(|x| x.to_bits()).collect();
+            assert_eq!(host(layer.effective_weight()), shipped, "{what} {name}");
+        }
+    }
+    converted
+}
+
+/// The global scales of layers that servers compute as one matrix: one for all that have one.
+fn assert_shared(converted: &[(String, QuantizedMatrix)]) {
+    let of = |module: &str| converted.iter().find(|c| c.0 == module).and_then(|c| c.1.global_scale);
+    for i in 0..2 {
+        let [q, k, v, gate] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"]
+            .map(|part| of(&format!("model.layers.{i}.{part}")));
+        assert!(q.is_some() && q == k && q == v && gate.is_some());
+    }
+    assert_eq!(of("model.layers.0.mlp.up_proj"), of("model.layers.0.mlp.gate_proj"));
+}
+
+#[test]
+fn float_codes_prepare_equals_convert_by_ranges_by_learned_scales_and_with_adapters() {
+    let config = LlamaConfig { hidden_size: 64, intermediate_size: 96, head_dim: 16, ..config(false) };
+    let device = Device::flex().autodiff();
+    for (i, quant) in float_configs().into_iter().enumerate() {
+        let what = format!("{:?}", quant.scheme.weights);
+        let nvfp4 = quant.scheme.weights.has_global_scale();
+        let float = Llama::new(&config, i as u64, &device);
+        let mut prepared = qat::prepare(float.clone(), &quant).unwrap();
+        let start = assert_ships(&prepared, &what);
+        if nvfp4 {
+            assert_shared(&start);
+        }
+        // Weights that moved: the global scale follows, and only when it is told to.
+        for (_, layer) in prepared.linears_mut().into_iter().take(2) {
+            layer.set_values(layer.values().iter().map(|w| w * 3.0).collect());
+        }
+        let prepared = qat::share_global_scales(prepared);
+        let moved = assert_ships(&prepared, &what);
+        if nvfp4 {
+            assert_shared(&moved);
+            let largest = prepared.linears()[..3].iter().map(|(_, l)| l.largest_magnitude()).fold(0.0, f32::max);
+            assert_eq!(moved[0].1.global_scale, Some(QuantArgs::global_scale(largest)));
+            assert_ne!(moved[0].1.global_scale, start[0].1.global_scale);
+        }
+        let adapters = Adapters { rank: 4, alpha: 8.0 };
+        let mut adapted = qat::adapt(prepared.clone(), &adapters, 3);
+        move_adapters(&mut adapted, 4, 8.0, 3, &device);
+        let adapted = qat::share_global_scales(adapted);
+        let before = assert_ships(&adapted, &what);
+        assert_ne!(before, moved);
+        assert_eq!(qat::convert(&qat::merge(adapted.clone())).unwrap(), before, "merging keeps every code");
+
+        for model in [prepared, adapted] {
+            let mut learned = qat::learn_grids(model).unwrap();
+            let at_start = assert_ships(&learned, &what);
+            let step = |scale: Vec<f32>, i: usize| {
+                scale.iter().enumerate().map(|(j, s)| s * (0.45 + 0.1 * ((i + j) % 13) as f32)).collect()
+            };
+            for (i, (_, layer)) in learned.linears_mut().into_iter().enumerate() {
+                let Some((scale, global)) = layer.grid().map(|g| (g.values().0, g.global())) else { continue };
+                layer.set_grid(LearnedGrid::from_values(step(scale, i), None, &device).under(global));
+            }
+            // Weights move too; a learned grid keeps its global scale.
+            let mut learned = qat::share_global_scales(learned);
+            for (_, layer) in learned.linears_mut().into_iter().filter(|(_, l)| l.lora().is_none()) {
+                layer.set_values(layer.values().iter().map(|w| w * 1.7).collect());
+            }
+            let learned = qat::share_global_scales(learned);
+            let after = assert_ships(&learned, &what);
+            let globals = |c: &[(String, QuantizedMatrix)]| c.iter().map(|c| c.1.global_scale).collect::<Vec<_>>();
+            assert_eq!(globals(&after), globals(&at_start));
+            assert_ne!(after, at_start);
+            qat::check_learnable(&learned, &quant).unwrap();
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //! `vroundps` to nearest even. Not a place for another formula.
 
 use super::{Range, scalar};
-use dsq_quant::{QParams, QuantArgs};
+use dsq_quant::{MiniFloat, QParams, QuantArgs, with_format};
 use std::arch::x86_64::*;
 
 const LANES: usize = 8;
@@ -68,6 +68,19 @@ pub(super) unsafe fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f3
         }
     }
     scalar::walk(&x[whole..], args, p, &mut out[whole..], &mut inside[whole..]);
+}
+
+/// `scalar::walk` of float codes by their values alone ([`MiniFloat::round`]), compiled for wider vectors.
+///
+/// # Safety
+/// AVX2 must be present.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn float_walk(x: &[f32], f: MiniFloat, scale: f32, out: &mut [f32], inside: &mut [u8]) {
+    with_format!(f, F => for ((&x, out), inside) in x.iter().zip(out).zip(inside) {
+        let c = x / scale;
+        *out = F.round(c) * scale;
+        *inside = u8::from(c.abs() <= F.max());
+    });
 }
 
 /// The reference, compiled for wider vectors: no operation changes, and none is fused.

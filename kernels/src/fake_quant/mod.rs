@@ -12,11 +12,12 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
+mod blocks;
 mod learned;
 mod scalar;
 
 pub use learned::{
-    LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, scaled_codes, scaled_codes_gradient,
+    Learned, LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, scaled_codes, scaled_codes_gradient,
 };
 
 use dsq_quant::{Granularity, InputGrid, QParams, QuantArgs, QuantError};
@@ -26,15 +27,15 @@ use rayon::prelude::*;
 pub(crate) const TASK: usize = 1 << 14;
 
 /// Fake-quantizes a weight by the ranges of its own groups: `out` gets the values on the grid and `inside` 1 where
-/// the straight-through gradient passes, else 0.
+/// the straight-through gradient passes, else 0. A global scale (NVFP4) is that of the weight's own largest magnitude.
 ///
 /// A group that cannot be quantized (a value that is not finite, or a scale that overflows its dtype) becomes NaN
 /// with an open mask, so that a training loop sees it in its loss; the error of the first such group is returned
 /// once everything else is done.
 ///
 /// # Errors
-/// [`QuantError::Length`], [`QuantError::GroupNotDividing`], [`QuantError::Setting`] for NVFP4 and FP8 blocks, which training
-/// does not have (nothing is written then), [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
+/// [`QuantError::Length`], [`QuantError::GroupNotDividing`], [`QuantError::Setting`] for parts that do not fit together (nothing
+/// is written then), [`QuantError::NonFinite`] and [`QuantError::ScaleOverflow`] as said above.
 pub fn fake_quant_weight(
     w: &[f32],
     n: usize,
@@ -43,13 +44,34 @@ pub fn fake_quant_weight(
     out: &mut [f32],
     inside: &mut [u8],
 ) -> Result<(), QuantError> {
+    let global = args.has_global_scale().then(|| QuantArgs::global_scale(largest_magnitude(w)));
+    fake_quant_weight_under(w, n, k, args, global, out, inside)
+}
+
+/// [`fake_quant_weight`] under a given global scale, for layers that share one; `None` for schemes without. Bit-equal to
+/// `QuantizedMatrix::quantize_under(..).dequantize()`.
+///
+/// # Errors
+/// As [`fake_quant_weight`], and for a global scale where there must be none, or the reverse.
+pub fn fake_quant_weight_under(
+    w: &[f32],
+    n: usize,
+    k: usize,
+    args: &QuantArgs,
+    global: Option<f32>,
+    out: &mut [f32],
+    inside: &mut [u8],
+) -> Result<(), QuantError> {
     check_len("weight", n * k, w.len())?;
     check_len("output", n * k, out.len())?;
     check_len("mask", n * k, inside.len())?;
     let [rows, groups] = args.scale_shape(n, k)?;
-    check_trainable(args)?;
+    args.check_global(global)?;
     if w.is_empty() {
         return Ok(());
+    }
+    if let Granularity::PerBlock(rows, columns) = args.granularity {
+        return blocks::fake_quant(w, k, args, [rows, columns], out, inside);
     }
     let per_scale = (w.len() / (rows * groups)).max(1);
     if per_scale > 4 * TASK {
@@ -59,7 +81,7 @@ pub fn fake_quant_weight(
             .zip(out.chunks_mut(per_scale).zip(inside.chunks_mut(per_scale)))
             .enumerate()
             .map(|(i, (w, (out, inside)))| {
-                match qparams(w.par_chunks(TASK).map(range).reduce(empty, join), args, i, w) {
+                match qparams(w.par_chunks(TASK).map(range).reduce(empty, join), args, global, i, w) {
                     Ok(p) => fake_quant_with(w, args, p, out, inside),
                     Err(e) => poison(out, inside, e),
                 }
@@ -74,7 +96,7 @@ pub fn fake_quant_weight(
             let mut first = Ok(());
             let groups = w.chunks(per_scale).zip(out.chunks_mut(per_scale).zip(inside.chunks_mut(per_scale)));
             for (i, (w, (out, inside))) in groups.enumerate() {
-                let done = match qparams(range(w), args, task * run + i, w) {
+                let done = match qparams(range(w), args, global, task * run + i, w) {
                     Ok(p) => {
                         walk(w, args, p, out, inside);
                         Ok(())
@@ -124,18 +146,15 @@ pub fn fake_quant_rows(x: &mut [f32], k: usize, grid: &InputGrid) -> Result<(), 
     first
 }
 
-/// Whether weights of a scheme can be fake-quantized: each scale must depend on one run of weights only. That of NVFP4 depends
-/// on the whole tensor, and on others where layers share it; that of an FP8 block on runs of many rows.
-///
-/// # Errors
-/// [`QuantError::Setting`] for these.
-pub fn check_trainable(args: &QuantArgs) -> Result<(), QuantError> {
-    if !args.has_global_scale() && !matches!(args.granularity, Granularity::PerBlock(..)) {
-        return Ok(());
+/// The largest magnitude of a weight, on all threads: what a global scale comes from ([`QuantArgs::global_scale`]). Values that
+/// are not finite do not count: their own group is refused by name.
+pub fn largest_magnitude(w: &[f32]) -> f32 {
+    let Range { lo, hi, .. } = w.par_chunks(TASK).map(range).reduce(empty, join);
+    let largest = hi.max(-lo);
+    match largest.is_finite() {
+        true => largest,
+        false => w.iter().filter(|v| v.is_finite()).fold(0.0, |m, v| m.max(v.abs())),
     }
-    let expected = "a scheme whose scales each depend on their own run of weights, for training".into();
-    let got = format!("{}, {:?}, {} scales", args.qtype.name(), args.granularity, args.scale_dtype);
-    Err(QuantError::Setting { field: "scheme", expected, got })
 }
 
 /// Fake-quantizes values against given parameters (a static activation range).
@@ -197,9 +216,17 @@ fn finite(range: Range, group: usize, w: &[f32]) -> Result<Range, QuantError> {
     Ok(range)
 }
 
-fn qparams(range: Range, args: &QuantArgs, group: usize, w: &[f32]) -> Result<QParams, QuantError> {
+/// The parameters in effect of a group.
+fn qparams(
+    range: Range,
+    args: &QuantArgs,
+    global: Option<f32>,
+    group: usize,
+    w: &[f32],
+) -> Result<QParams, QuantError> {
     let range = finite(range, group, w)?;
-    args.weight_qparams(range.lo, range.hi, |p| squared_error(w, args, p)).map_err(|e| e.in_group(group))
+    let stored = args.stored_weight_qparams(range.lo, range.hi, global, |p| squared_error(w, args, p));
+    stored.map(|p| args.in_effect(p, global)).map_err(|e| e.in_group(group))
 }
 
 fn poison(out: &mut [f32], inside: &mut [u8], error: QuantError) -> Result<(), QuantError> {
@@ -229,14 +256,15 @@ pub(crate) fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
 
 fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {
     debug_assert!(x.len() == out.len() && x.len() == inside.len());
-    if args.qtype.float().is_some() {
-        // The wide walk knows integer codes only.
-        return scalar::walk(x, args, p, out, inside);
-    }
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was found; the three slices have one length (checked by the callers).
-        return unsafe { avx2::walk(x, args, p, out, inside) };
+        return unsafe {
+            match args.qtype.float() {
+                None => avx2::walk(x, args, p, out, inside),
+                Some(f) => avx2::float_walk(x, f, p.scale, out, inside),
+            }
+        };
     }
     scalar::walk(x, args, p, out, inside);
 }

@@ -32,7 +32,7 @@ pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
                 }
             }
         }
-        // Float codes take the reference walk; the walk over groups is the same.
+        // Of float codes what has these granularities; the others are in `float_args`.
         if !matches!(granularity, Granularity::PerGroup(_)) {
             out.push(QuantArgs::fp8(granularity, FloatType::Bf16));
         }
@@ -43,6 +43,19 @@ pub(super) fn all_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
 /// Those of them with integer codes.
 pub(crate) fn integer_args(granularities: &[Granularity]) -> Vec<QuantArgs> {
     all_args(granularities).into_iter().filter(|a| a.qtype.float().is_none()).collect()
+}
+
+/// Every kind of float-coded grid.
+pub(crate) fn float_args() -> Vec<QuantArgs> {
+    let mut out = vec![QuantArgs::mxfp4(), QuantArgs::nvfp4()];
+    for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerBlock(3, 40)] {
+        for qtype in [QuantType::Fp8E4M3, QuantType::Fp8E5M2] {
+            for scale_dtype in [FloatType::F32, FloatType::Bf16] {
+                out.push(QuantArgs { qtype, ..QuantArgs::fp8(granularity, scale_dtype) });
+            }
+        }
+    }
+    out
 }
 
 pub(super) fn bits(x: &[f32]) -> Vec<u32> {
@@ -75,6 +88,9 @@ fn the_walks_agree_on_every_32nd_bit_pattern_of_f32() {
     let cases = [
         (int4, QParams { scale: 0.1, zero: 0 }),
         (QuantArgs { mapping: Mapping::Asymmetric, ..int4 }, QParams { scale: 0.337_3, zero: -5 }),
+        (QuantArgs { qtype: QuantType::Fp8E4M3, ..int4 }, QParams { scale: 0.1, zero: 0 }),
+        (QuantArgs { qtype: QuantType::Fp8E5M2, ..int4 }, QParams { scale: 0.25, zero: 0 }),
+        (QuantArgs::mxfp4(), QParams { scale: 0.125, zero: 0 }),
     ];
     for (args, p) in cases {
         (0u32..1 << 12).into_par_iter().for_each(|block| {
@@ -197,26 +213,68 @@ fn f084_sizes_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn float_codes_land_where_the_shipped_matrix_lands_or_are_refused() {
-    let (n, k) = (5, 96);
-    let w = normal(n * k, 3);
-    let walk = |args: QuantArgs| {
-        let (mut out, mut inside) = (vec![f32::NAN; n * k], vec![9u8; n * k]);
-        fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).map(|()| (out, inside))
-    };
-    let mse = QuantArgs { observer: WeightObserver::Mse, ..QuantArgs::fp8(Granularity::PerChannel, FloatType::F16) };
-    for args in [QuantArgs::mxfp4(), mse] {
-        let (out, inside) = walk(args).unwrap();
-        let shipped = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
-        assert_eq!(bits(&out), bits(&shipped.dequantize()), "{args:?}");
-        for (i, &x) in w.iter().enumerate() {
-            let p = shipped.qparams(shipped.scale_index(i / k, i % k / shipped.group_len()));
-            assert_eq!(inside[i] == 1, (x / p.scale).abs() <= args.qtype.qmax() as f32);
+fn float_codes_land_where_the_shipped_matrix_lands() {
+    for (n, k) in [(1, 32), (5, 96), (130, 192), (1, 100_000)] {
+        let w = normal(n * k, (n + k) as u64);
+        for mut args in float_args().into_iter().filter(|a| a.scale_shape(n, k).is_ok()) {
+            for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
+                args.observer = observer;
+                let own = args.has_global_scale().then(|| QuantArgs::global_scale(largest_magnitude(&w)));
+                // Of a layer that shares it, three times as large.
+                for global in [own, own.map(|g| g / 3.0)] {
+                    let (mut out, mut inside) = (vec![f32::NAN; n * k], vec![9u8; n * k]);
+                    fake_quant_weight_under(&w, n, k, &args, global, &mut out, &mut inside).unwrap();
+                    let shipped = QuantizedMatrix::quantize_under(&w, n, k, args, global).unwrap();
+                    assert_eq!(bits(&out), bits(&shipped.dequantize()), "{n}x{k} {args:?} {global:?}");
+                    for (i, &x) in w.iter().enumerate() {
+                        let p = shipped.qparams(shipped.scale_index(i / k, i % k / shipped.group_len()));
+                        assert_eq!(inside[i] == 1, args.fake_quantize(x, p).1, "{args:?} {i}");
+                    }
+                }
+                let (mut out, mut inside) = (vec![f32::NAN; n * k], vec![9u8; n * k]);
+                fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).unwrap();
+                let shipped = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+                assert_eq!(bits(&out), bits(&shipped.dequantize()), "{args:?}");
+            }
         }
     }
-    for args in [QuantArgs::nvfp4(), QuantArgs::fp8(Granularity::PerBlock(128, 128), FloatType::F32)] {
-        assert!(matches!(walk(args).unwrap_err(), QuantError::Setting { field: "scheme", .. }));
+    let mut none = [0.0; 16];
+    for (args, global) in [(QuantArgs::nvfp4(), None), (QuantArgs::mxfp4(), Some(1.0))] {
+        let k = if global.is_none() { 16 } else { 32 };
+        let e = fake_quant_weight_under(&[1.0; 32][..k], 1, k, &args, global, &mut vec![0.0; k], &mut vec![0; k]);
+        assert!(matches!(e.unwrap_err(), QuantError::Setting { field: "global_scale", .. }));
     }
+    let e = fake_quant_weight_under(&[1.0; 16], 1, 16, &QuantArgs::nvfp4(), Some(1e6), &mut none, &mut [0; 16]);
+    assert!(matches!(e.unwrap_err(), QuantError::ScaleOverflow { group: 0, .. }) && none.iter().all(|v| v.is_nan()));
+}
+
+#[test]
+fn f112_a_block_with_a_value_that_is_not_finite_is_lost_and_no_other() {
+    let (n, k) = (7, 100);
+    let mut w = normal(n * k, 3);
+    // Row 4, column 85: the last block of the second band.
+    w[4 * k + 85] = f32::INFINITY;
+    let args = QuantArgs::fp8(Granularity::PerBlock(3, 40), FloatType::F32);
+    let (mut out, mut inside) = (vec![0.0; n * k], vec![9u8; n * k]);
+    let e = fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).unwrap_err();
+    assert!(matches!(e, QuantError::NonFinite { index: 485, count: 1, .. }), "{e}");
+    for (i, v) in out.iter().enumerate() {
+        assert_eq!(v.is_nan(), (3..6).contains(&(i / k)) && i % k >= 80, "{i}");
+    }
+    w[4 * k + 85] = 1e9;
+    let args = QuantArgs::fp8(Granularity::PerBlock(3, 40), FloatType::F16);
+    let e = fake_quant_weight(&w, n, k, &args, &mut out, &mut inside).unwrap_err();
+    assert!(matches!(e, QuantError::ScaleOverflow { group: 5, .. }), "{e}");
+    // Of NVFP4 a value that is not finite does not move the global scale.
+    let mut w = normal(64, 4);
+    let largest = w[16..].iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    w[3] = f32::NEG_INFINITY;
+    w[..16].iter_mut().filter(|v| v.is_finite()).for_each(|v| *v *= 1e-3);
+    assert_eq!(largest_magnitude(&w), largest);
+    let (mut out, mut inside) = (vec![0.0; 64], vec![9u8; 64]);
+    let e = fake_quant_weight(&w, 2, 32, &QuantArgs::nvfp4(), &mut out, &mut inside).unwrap_err();
+    assert!(matches!(e, QuantError::NonFinite { index: 3, .. }), "{e}");
+    assert!(out[..16].iter().all(|v| v.is_nan()) && out[16..].iter().all(|v| v.is_finite()));
 }
 
 fn dynamic(args: QuantArgs) -> InputGrid {

@@ -58,6 +58,10 @@ impl Grids {
         }
         let site = |s: &Site| {
             s.args.learned_shape(1, 1)?;
+            if s.args.qtype.float().is_some() {
+                let (expected, got) = ("integer codes for an image model".into(), s.args.qtype.name().into());
+                return Err(QuantError::Setting { field: "activations", expected, got });
+            }
             let zero = (s.signed && s.args.mapping == Mapping::Asymmetric).then(|| vec![f32::NAN]);
             Ok(SiteGrid { scale: vec![f32::NAN], zero })
         };

@@ -9,7 +9,7 @@ pub use config::{Adapters, Distill, LearnedScales, LmPhase, LmTrainConfig};
 pub use speed::{StepTimes, time_steps};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GRID_SCALE, GRID_ZERO, GridRates, LORA_A, LORA_B};
+use crate::qat::{GRID_GLOBAL, GRID_SCALE, GRID_ZERO, GridRates, LORA_A, LORA_B};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::tensor::{Device, Tensor};
 use data::Windows;
@@ -217,13 +217,15 @@ impl<'a> Trainer<'a> {
             }
         }
         if self.config.learned_scales.is_none() {
-            return Ok(model);
+            // Adapters move what is put on the grid.
+            return Ok(qat::share_global_scales(model));
         }
         for (module, layer) in model.linears_mut() {
             match find(format!("{module}.{GRID_SCALE}")) {
                 Some(scale) => {
                     let zero = find(format!("{module}.{GRID_ZERO}"));
-                    layer.set_grid(LearnedGrid::from_values(scale, zero, &device()));
+                    let global = find(format!("{module}.{GRID_GLOBAL}")).and_then(|g| g.first().copied());
+                    layer.set_grid(LearnedGrid::from_values(scale, zero, &device()).under(global));
                 }
                 None => layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?,
             }
@@ -354,7 +356,8 @@ impl<'a> Trainer<'a> {
             grids.group(path, values).unwrap_or(ParamGroup { rate: 1.0, decay })
         };
         let model = self.model.clone();
-        self.model = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, group);
+        let moved = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, group);
+        self.model = qat::share_global_scales(moved);
         Ok((value, norm))
     }
 
@@ -439,7 +442,8 @@ fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
     }
     for (module, grid) in model.linears().into_iter().filter_map(|(m, l)| Some((m, l.grid()?))) {
         let (scale, zero) = grid.values();
-        for (end, data) in [(GRID_SCALE, Some(scale)), (GRID_ZERO, zero)] {
+        let global = grid.global().map(|g| vec![g]);
+        for (end, data) in [(GRID_SCALE, Some(scale)), (GRID_ZERO, zero), (GRID_GLOBAL, global)] {
             out.extend(data.map(|data| StateTensor {
                 name: format!("{prefix}{module}.{end}"),
                 shape: vec![data.len()],

@@ -1,6 +1,6 @@
 //! Learned rounding of a block, AutoRound's way: each weight may be moved by at most half a step before it is rounded, and
 //! each scale (and zero point) by a share of itself; signs of gradients say which way, so that a code goes up or down by what it does
-//! to the block's outputs, and no weight leaves its two nearest codes. Not the walk over blocks (see `blockwise.rs`, which trains
+//! to the block's outputs, and no weight moves further than half of its grid's step. Not the walk over blocks (see `blockwise.rs`, which trains
 //! weights freely instead).
 //!
 //! Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs" (arXiv:2309.05516): rate
@@ -75,7 +75,7 @@ fn sign(g: f32) -> f32 {
 fn move_by_signs(linear: &mut Linear, origin: &Origin, grads: &NamedGradients, rate: f32) {
     let path = |what: &str| grads.get(&format!("{}.{what}", origin.part));
     let (Some(args), Some(grid)) = (linear.quant().copied(), linear.grid()) else { return };
-    let (mut scale, mut zero) = grid.values();
+    let (global, (mut scale, mut zero)) = (grid.global(), grid.values());
     if let Some(g) = path(GRID_SCALE) {
         scale.iter_mut().zip(&origin.scale).zip(g).for_each(|((s, first), g)| *s -= rate * first * sign(*g));
     }
@@ -85,16 +85,19 @@ fn move_by_signs(linear: &mut Linear, origin: &Origin, grads: &NamedGradients, r
     }
     let mut weight = linear.values();
     if let Some(g) = path("weight") {
-        let per = weight.len().checked_div(scale.len()).unwrap_or(1).max(1);
-        let runs = weight.chunks_mut(per).zip(origin.weight.chunks(per)).zip(g.chunks(per)).zip(&scale);
-        for (((weight, first), g), &scale) in runs {
-            let step = args.learned_qparams(scale, 0.0).scale;
-            for ((w, &first), &g) in weight.iter_mut().zip(first).zip(g) {
-                let moved = *w - rate * step * sign(g);
-                *w = moved.clamp(first - 0.5 * step, first + 0.5 * step);
+        let [n, k] = linear.weight.dims();
+        for (group, run) in args.runs(n, k) {
+            let stored = args.stored_learned_qparams(scale[group], 0.0, global);
+            let scale = args.in_effect(stored, global).scale;
+            for i in run {
+                let first = origin.weight[i];
+                // Numbers of a float code are as far from one another as the float value's binade has them.
+                let step = args.qtype.float().map_or(scale, |f| f.step(first / scale) * scale);
+                let moved = weight[i] - rate * step * sign(g[i]);
+                weight[i] = moved.clamp(first - 0.5 * step, first + 0.5 * step);
             }
         }
     }
     linear.set_values(weight);
-    linear.set_grid(LearnedGrid::from_values(scale, zero, &Device::flex().autodiff()));
+    linear.set_grid(LearnedGrid::from_values(scale, zero, &Device::flex().autodiff()).under(global));
 }

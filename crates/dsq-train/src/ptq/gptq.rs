@@ -161,12 +161,15 @@ pub fn quantize(
     factor: Option<&Factor>,
     args: QuantArgs,
 ) -> Result<(QuantizedMatrix, Fit), QuantError> {
-    quantize_and_targets(w, n, k, h, factor, args, false).map(|(matrix, fit, _)| (matrix, fit))
+    let global = QuantArgs::global_scale(dsq_kernels::fake_quant::largest_magnitude(w));
+    quantize_and_targets(w, n, k, h, factor, args, global, false).map(|(matrix, fit, _)| (matrix, fit))
 }
 
 /// [`quantize`], and the values that were rounded: the weights with the errors of the columns before them added, `[n, k]`.
-/// Rounded to nearest they are the codes, so training can start from them. `weighted`: where `args` searches ranges, the
-/// error of a column counts by the mean square of its inputs.
+/// Rounded to nearest they are the codes, so training can start from them. `global`: the global scale, for a scheme that has
+/// one (layers share it). `weighted`: where `args` searches ranges, the error of a column counts by the mean square of its
+/// inputs; not under a global scale.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn quantize_and_targets(
     w: &[f32],
     n: usize,
@@ -174,9 +177,11 @@ pub(super) fn quantize_and_targets(
     h: &Hessian,
     factor: Option<&Factor>,
     args: QuantArgs,
+    global: f32,
     weighted: bool,
 ) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
     let mut matrix = match weighted {
+        false if args.has_global_scale() => QuantizedMatrix::quantize_under(w, n, k, args, Some(global))?,
         false => dsq_kernels::quantize::quantize(w, n, k, args)?,
         true => QuantizedMatrix::quantize_with(w, n, k, args, &weighted_params(w, n, k, args, &h.mean_square())?)?,
     };
@@ -204,21 +209,6 @@ pub(super) fn quantize_and_targets(
     }
     matrix.validate()?;
     Ok((matrix, fit, targets))
-}
-
-/// Rounds `w [n, k]` to nearest under the global scale that layers share; what [`quantize_and_targets`] gives.
-pub(super) fn round_under(
-    w: &[f32],
-    n: usize,
-    k: usize,
-    h: &Hessian,
-    args: QuantArgs,
-    global: f32,
-) -> Result<(QuantizedMatrix, Fit, Vec<f32>), QuantError> {
-    let matrix = QuantizedMatrix::quantize_under(w, n, k, args, Some(global))?;
-    let error = row_errors(w, &matrix, h).iter().sum();
-    let fit = Fit { error, rtn_error: error, dead_columns: h.dead_columns(), plain_rows: n, damping: None };
-    Ok((matrix, fit, w.to_vec()))
 }
 
 /// [`QuantizedMatrix::weighted_qparams_of`], some rows in each task where no scale reaches over rows.

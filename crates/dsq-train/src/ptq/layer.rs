@@ -71,6 +71,12 @@ impl Run<'_> {
     fn choose(&mut self, layer: &mut Layer, parts: &[&str], work: &Work, h: Option<Hessian>) -> Result<(), TrainError> {
         let Some(h) = h else { return Ok(()) };
         let method = self.settings.method;
+        if self.float_layer.is_some() {
+            let chosen = |part: &str| parts.contains(&part) && self.args(&self.module(part)).is_some();
+            for (_, linear) in layer.linears_mut().into_iter().filter(|(part, _)| chosen(part)) {
+                linear.set_values(gptaq::targets(linear.values(), &h));
+            }
+        }
         let global = self.shared_global(layer, parts);
         let factor = if method.factors() { Factor::new(&h) } else { None };
         for (part, linear) in layer.linears_mut() {
@@ -80,12 +86,11 @@ impl Run<'_> {
             if let Some(grid) = self.fix_inputs(&module, &h)? {
                 linear.set_inputs(Some(grid));
             }
-            let values = gptaq::targets(linear.values(), &h);
-            let (matrix, mut fit, targets) = match args.has_global_scale() {
-                true => gptq::round_under(&values, n, k, &h, args, global),
-                false => gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, self.settings.weighted),
-            }
-            .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+            let values = linear.values();
+            let weighted = self.settings.weighted;
+            let (matrix, mut fit, targets) =
+                gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, global, weighted)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
             if method.trains() {
                 self.starts.push((part, targets));
@@ -107,11 +112,10 @@ impl Run<'_> {
 
     /// The global scale of those of `parts` that have one: they share that of the largest magnitude of all.
     fn shared_global(&self, layer: &Layer, parts: &[&str]) -> f32 {
-        let largest = |values: Vec<f32>| values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
         let with = layer.linears().into_iter().filter(|(part, _)| {
             parts.contains(part) && self.args(&self.module(part)).is_some_and(|a| a.has_global_scale())
         });
-        QuantArgs::global_scale(with.map(|(_, l)| largest(l.values())).fold(0.0, f32::max))
+        QuantArgs::global_scale(with.map(|(_, l)| l.largest_magnitude()).fold(0.0, f32::max))
     }
 
     /// The grids of `parts`, if all of them have one.

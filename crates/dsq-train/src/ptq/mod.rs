@@ -34,9 +34,10 @@ use crate::TrainError;
 use crate::qat::quantize_inputs;
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
+use dsq_kernels::fake_quant::largest_magnitude;
 use dsq_model::layers::{Embedding, RmsNorm};
 use dsq_model::{Layer, Llama, ModelError, Sequences};
-use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -270,19 +271,15 @@ pub fn quantize_llama(
     Ok(run.outcome)
 }
 
-/// Refuses what a method cannot choose: training learns the scales of integer codes only, and NVFP4's layers share a global
-/// scale, which no method but rounding knows.
+/// Refuses what a method cannot choose: NVFP4's layers share a global scale, which AWQ's search, one layer at a time, does not know.
 fn check_codes(settings: &PtqSettings) -> Result<(), TrainError> {
     let config = settings.config;
-    let schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
-    let trained = settings.method.trains();
-    let plain = settings.method == PtqMethod::Rtn && settings.scaling != Scaling::Awq;
-    let bad = |a: &&QuantArgs| a.has_global_scale() && !plain || trained && a.qtype.float().is_some();
-    match schemes.map(|s| &s.weights).find(bad) {
+    let mut schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
+    match schemes.find(|s| s.weights.has_global_scale() && settings.scaling == Scaling::Awq) {
         None => Ok(()),
-        Some(a) => Err(TrainError::Setting {
+        Some(QuantScheme { weights: a, .. }) => Err(TrainError::Setting {
             field: "scheme".into(),
-            expected: if trained { "integer codes, for training" } else { "scales without a global one" }.into(),
+            expected: "scales without a global one, for AWQ's scales".into(),
             got: format!("{}, {:?}", a.qtype.name(), a.granularity),
         }),
     }
@@ -511,8 +508,9 @@ impl<'a> Run<'a> {
         let w = gptaq::targets(self.checkpoint.linear(&module)?.into_f32(), &h);
         self.fix_inputs(&module, &h)?;
         let factor = if self.settings.method.factors() { Factor::new(&h) } else { None };
+        let global = QuantArgs::global_scale(largest_magnitude(&w));
         let (matrix, mut fit, _) =
-            gptq::quantize_and_targets(&w, n, k, &h, factor.as_ref(), args, self.settings.weighted)
+            gptq::quantize_and_targets(&w, n, k, &h, factor.as_ref(), args, global, self.settings.weighted)
                 .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
         if !self.settings.method.factors() {
             fit.plain_rows = 0;
