@@ -15,9 +15,9 @@ use dsq_quant::{InputGrid, QuantConfig, QuantizedMatrix};
 /// until their grids are known ([`quantize_inputs`]).
 ///
 /// # Errors
-/// [`TrainError::Setting`] for an ignore pattern that
-/// matches no layer, a scheme that leaves no layer to quantize, layers that read one tensor in two forms, or a group size that does
-/// not divide a layer's inputs (all such layers are listed).
+/// [`TrainError::Setting`] for an ignore pattern that matches no layer, a scheme that leaves no layer to quantize, layers that read
+/// one tensor of which not all have the same static grid, or a group size that does not divide a layer's inputs (all such layers
+/// are listed).
 pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
     check(&model, config)?;
     for (name, layer) in model.linears_mut() {
@@ -210,7 +210,8 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
         if let Some(other) = architecture.fused_with(&name).into_iter().find(|other| form(other) != form(&name)) {
             // One stored grid for what is one tensor.
             let expected = format!("one form of the tensor that {name} and {other} read");
-            return Err(setting("activations", expected, "two".into()));
+            let shown = |module| form(module).map_or("no static grid".into(), |a| format!("static {}", a.qtype.name()));
+            return Err(setting("activations", expected, format!("{} and {}", shown(&name), shown(&other))));
         }
         if let Some(scheme) = config.scheme_for(&name) {
             any = true;
