@@ -11,10 +11,10 @@ use crate::{input, output};
 use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
-use dsq_quant::{FloatType, QuantConfig, QuantizedMatrix, WeightObserver};
+use dsq_quant::{FloatType, InputGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix, WeightObserver};
 use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
 use dsq_train::ptq::{Calibration, PtqMethod, PtqSettings, Scaling, quantize_llama};
-use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, StepTimes, qat, train_lm};
+use dsq_train::{Control, LmOutcome, LmTrainConfig, RunDir, StepTimes, observe_inputs, qat, train_lm};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,11 +50,6 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("quant.ignore: expected patterns that match a linear layer, got {pattern:?}, which matches none");
         return Err(CliError::usage(format!("{}: {problem}", recipe_path.display())));
     }
-    if let Some(a) = quant.scheme.activations.filter(|a| !a.is_dynamic()) {
-        let problem = "expected float activations (A16) or ones with a scale for each token (A8, FP8_DYNAMIC) for a language model";
-        let got = format!("static {} activations", a.qtype.name());
-        return Err(CliError::usage(format!("{}: quant.scheme: {problem}, got {got}", recipe_path.display())));
-    }
     let bytes = input::bytes(&job.tokenizer.path)?;
     let file = job.tokenizer.path.display().to_string();
     let tokenizer = TextTokenizer::from_json(&bytes, &file)?;
@@ -73,6 +68,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
         distill: job.distill.clone(),
         learned_scales: job.learned_scales.clone(),
         adapters: job.adapters.clone(),
+        inputs: job.inputs.clone(),
         float_equal_tokens: job.float_equal_tokens,
         save_every: job.save_every,
         seed,
@@ -110,6 +106,11 @@ impl Plan {
     /// Those of training.
     pub fn time_steps(&self, steps: usize) -> Result<StepTimes, CliError> {
         Ok(dsq_train::time_steps(&self.config, &self.train_tokens, &self.train, &self.quant, steps)?)
+    }
+
+    /// Static grids of the inputs of a model, observed as QAT does before it starts.
+    fn inputs(&self, model: &Llama) -> Result<Vec<(String, InputGrid)>, CliError> {
+        Ok(observe_inputs(model, &self.train_tokens, &self.train, &self.quant)?)
     }
 
     /// Values of all parameters.
@@ -189,6 +190,12 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
     }
     let mut quantized: BTreeMap<&str, &QuantizedMatrix> =
         outcome.quantized.iter().map(|(n, m)| (n.as_str(), m)).collect();
+    let grids: BTreeMap<String, (QuantArgs, QParams)> = outcome
+        .qat
+        .linears()
+        .into_iter()
+        .filter_map(|(module, layer)| layer.inputs().and_then(|g| Some((module, (g.args, g.params?)))))
+        .collect();
     let tensors = outcome
         .qat
         .named_tensors()
@@ -200,7 +207,7 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
                     shape,
                     source: Some(SourceRecord::of(&data, matrix)),
                     matrix: matrix.clone(),
-                    activation: None,
+                    activation: grids.get(module).copied(),
                 },
                 None => float((name, shape, data)),
             }
@@ -237,9 +244,10 @@ fn evaluate(
     let mut rounded = Vec::new();
     for (suffix, model) in [("", Some(&outcome.float)), ("_equal_tokens", outcome.float_equal_tokens.as_ref())] {
         let Some(model) = model else { continue };
-        rounded.push((format!("rtn{suffix}"), qat::round_to_nearest(model.clone(), &whole_range)?));
+        let inputs = plan.inputs(model)?;
+        rounded.push((format!("rtn{suffix}"), qat::round_to_nearest(model.clone(), &whole_range, &inputs)?));
         if plan.quant.scheme.weights.observer == WeightObserver::Mse {
-            rounded.push((format!("rtn_mse{suffix}"), qat::round_to_nearest(model.clone(), &plan.quant)?));
+            rounded.push((format!("rtn_mse{suffix}"), qat::round_to_nearest(model.clone(), &plan.quant, &inputs)?));
         }
     }
     let calibrated = calibrated(plan, outcome, run)?;
@@ -321,7 +329,9 @@ fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'sta
             };
             let found = quantize_llama(&float, settings, &calibration, &mut |_| ())?;
             let model = found.model(&outcome.float, &config).map_err(dsq_train::TrainError::from)?;
-            Ok((name, model))
+            // Static inputs by the recipe's observer, as in every other row; AWQ has scaled some of them.
+            let inputs = plan.inputs(&model)?;
+            Ok((name, qat::quantize_inputs(model, &config, &inputs)))
         })
         .collect()
 }

@@ -9,7 +9,7 @@ use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::cnn::{CnnData, CnnPhase};
-use dsq_train::{Adapters, CnnTrainConfig, Distill, LearnedScales, LmPhase};
+use dsq_train::{Adapters, CnnTrainConfig, Distill, InputRanges, LearnedScales, LmPhase};
 use reader::Section;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -71,6 +71,9 @@ pub struct LmJob {
     /// What the QAT phase trains in the place of weights, if not the weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Adapters>,
+    /// How the ranges of static activations are found, if there are such.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub inputs: Option<InputRanges>,
     /// Whether to train a float model with the QAT phase's tokens, for an honest comparison.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints.
@@ -186,6 +189,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
 
     let mut qat = root.table("qat")?;
     let freeze_bn_step = qat.count("freeze_bn_step", 0..=i64::MAX, None)?;
+    let ranges = read_ranges(&mut qat, freeze_bn_step)?;
     let config = CnnTrainConfig {
         seeds,
         channels,
@@ -195,7 +199,7 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         float,
         qat: read_cnn_phase(&mut qat)?,
         freeze_bn_step,
-        freeze_ranges_step: qat.count("freeze_ranges_step", 0..=i64::MAX, Some(freeze_bn_step as i64))?,
+        freeze_ranges_step: ranges.freeze_step,
         wrong_way: qat.choice(
             "wrong_way",
             &[
@@ -206,9 +210,9 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
             ],
             Some(BnPlacement::BnObserved),
         )?,
-        calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
-        observer: read_observer(&mut qat)?,
-        observer_rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
+        calibration_batches: ranges.calibration_batches,
+        observer: ranges.observer,
+        observer_rate: ranges.rate,
         learned_scales: read_learned_scales(&mut qat)?,
         distill: read_distill(&mut qat)?,
         float_equal_steps: qat.boolean("float_equal_steps", false)?,
@@ -250,15 +254,15 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let save_every = train.count("save_every", 1..=1_000_000, Some(50))?;
     train.finish()?;
 
+    let quant = read_quant(root.table("quant")?, true)?;
     let mut qat_section = root.table("qat")?;
     let qat = read_phase(&mut qat_section, &config, Some(&float))?;
     let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
     let distill = read_lm_distill(&mut qat_section)?;
     let learned_scales = read_learned_scales(&mut qat_section)?;
     let adapters = read_adapters(&mut qat_section)?;
+    let inputs = read_inputs(&mut qat_section, &quant.scheme, qat.steps)?;
     qat_section.finish()?;
-
-    let quant = read_quant(root.table("quant")?, true)?;
 
     if let Some(mut export) = root.optional_table("export")? {
         export.choice("format", &[("compressed-tensors", ())], Some(()))?;
@@ -282,6 +286,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         distill,
         learned_scales,
         adapters,
+        inputs,
         float_equal_tokens,
         save_every,
         quant,
@@ -324,6 +329,32 @@ fn read_observer(qat: &mut Section) -> Result<ObserverKind, CliError> {
         return Err(qat.error(format!("{problem} percentile = {given} and observer = {name:?}")));
     }
     Ok(observer)
+}
+
+/// How the ranges of static activations are found; `freeze_step`: from when they lie still unless something is said.
+fn read_ranges(qat: &mut Section, freeze_step: usize) -> Result<InputRanges, CliError> {
+    Ok(InputRanges {
+        calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
+        observer: read_observer(qat)?,
+        rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
+        freeze_step: qat.count("freeze_ranges_step", 0..=i64::MAX, Some(freeze_step as i64))?,
+    })
+}
+
+/// [`read_ranges`] of a language model, which has static activations or not; unless it is said, ranges lie still in the second half
+/// of QAT.
+fn read_inputs(qat: &mut Section, scheme: &QuantScheme, steps: usize) -> Result<Option<InputRanges>, CliError> {
+    if scheme.activations.is_some_and(|a| !a.is_dynamic()) {
+        return read_ranges(qat, steps / 2).map(Some);
+    }
+    let keys = ["calibration_batches", "observer", "percentile", "observer_rate", "freeze_ranges_step"];
+    match keys.into_iter().find(|key| qat.given(key)) {
+        Some(key) => {
+            let expected = "no such key without static activations (quant.static_activations = true, FP8, W4A4, NVFP4)";
+            Err(qat.refused(key, expected))
+        }
+        None => Ok(None),
+    }
 }
 
 fn read_learned_scales(qat: &mut Section) -> Result<Option<LearnedScales>, CliError> {
@@ -402,31 +433,22 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
     })
 }
 
-/// `language`: of a language model, whose activations have scales of their own for each token.
+/// `language`: of a language model, whose INT8 activations have scales of their own for each token unless something else is said.
 fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliError> {
-    let scheme = quant.string("scheme")?;
+    let name = quant.string("scheme")?;
     // What the name leaves no choice in need not be said.
-    let fixed = QuantScheme::fixed_grid(&scheme);
-    let (fixed_granularity, group_size) = match fixed.granularity {
-        Some(Granularity::PerGroup(g)) => (None, g as i64),
-        other => (other, 128),
-    };
+    let fixed = QuantScheme::fixed_grid(&name);
     let scale_dtype = quant.choice(
         "scale_dtype",
         &[("f32", FloatType::F32), ("f16", FloatType::F16), ("bf16", FloatType::Bf16)],
         Some(fixed.scale_dtype.unwrap_or(FloatType::Bf16)),
     )?;
-    let named = quant.choice(
-        "granularity",
-        &[("group", None), ("channel", Some(Granularity::PerChannel)), ("tensor", Some(Granularity::PerTensor))],
-        Some(fixed_granularity),
-    )?;
-    // Read in any case: a recipe of groups becomes one of channels by `--set quant.granularity=channel` alone.
-    let group_size = quant.count("group_size", 1..=65_536, Some(group_size))?;
-    let granularity = match named {
-        Some(granularity) => granularity,
-        None => Granularity::PerGroup(group_size),
-    };
+    let granularity = read_granularity(&mut quant, &name)?;
+    if ["weighted-mse", "weighted_mse"].iter().any(|o| quant.says("observer", o)) {
+        let expected = "minmax or mse (weighted-mse of dsq quantize measures the inputs of layers on --calib once, and weights in \
+                        training get their ranges anew in each step)";
+        return Err(quant.refused("observer", expected));
+    }
     let observer = quant.choice(
         "observer",
         &[("minmax", WeightObserver::MinMax), ("mse", WeightObserver::Mse)],
@@ -435,13 +457,18 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     // Weights of image models have no zero points, their activations always have.
     let asymmetric = language && quant.boolean("asymmetric", false)?;
     let asymmetric_activations = language && quant.boolean("asymmetric_activations", false)?;
+    let static_activations = language && quant.boolean("static_activations", false)?;
     let ignore = quant.strings("ignore")?;
     for text in &ignore {
         Pattern::new(text).map_err(|e| quant.error(e))?;
     }
-    let mut scheme = QuantScheme::preset(&scheme, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    let mut scheme = QuantScheme::preset(&name, granularity, scale_dtype).map_err(|e| quant.error(e))?;
     if language {
-        scheme = scheme.for_tokens();
+        scheme = if static_activations { scheme.for_tensor() } else { scheme.for_tokens() };
+    }
+    if static_activations && scheme.activations.is_none_or(|a| a.is_dynamic()) {
+        let expected = "expected a scheme with INT8 activations (W8A8 or W4A8), or FP8, W4A4 or NVFP4";
+        return Err(quant.error(format!("static_activations: {expected}, got {name}")));
     }
     if asymmetric_activations {
         scheme = scheme.with_asymmetric_activations().map_err(|e| quant.error(e))?;
@@ -453,4 +480,34 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     }
     quant.finish()?;
     Ok(QuantSettings { scheme, ignore })
+}
+
+/// Which weights share a scale: what `granularity` says, else groups of `group_size`, else what is usual for the scheme, as in
+/// `dsq quantize`.
+fn read_granularity(quant: &mut Section, scheme: &str) -> Result<Granularity, CliError> {
+    let fixed = QuantScheme::fixed_grid(scheme);
+    let [named, sized] = ["granularity", "group_size"].map(|key| quant.given(key));
+    if let (false, true, Some(g)) = (named, sized, fixed.granularity)
+        && !matches!(g, Granularity::PerGroup(_))
+    {
+        return Err(quant.refused("group_size", &format!("none, because {scheme} has no groups but {g:?}")));
+    }
+    let choices = [
+        ("group", None),
+        ("channel", Some(Granularity::PerChannel)),
+        ("tensor", Some(Granularity::PerTensor)),
+        ("block", Some(Granularity::PerBlock(128, 128))),
+    ];
+    let granularity = quant.choice("granularity", &choices, Some(None))?;
+    let usual = match fixed.granularity {
+        Some(Granularity::PerGroup(g)) => g as i64,
+        _ => 128,
+    };
+    // Read in any case: a recipe of groups becomes one of channels by `--set quant.granularity=channel` alone.
+    let group_size = quant.count("group_size", 1..=65_536, Some(usual))?;
+    Ok(match (granularity, fixed.usual) {
+        (Some(granularity), _) => granularity,
+        (None, Some(usual)) if !named && !sized => usual,
+        _ => Granularity::PerGroup(group_size),
+    })
 }

@@ -171,6 +171,24 @@ impl<'s> Section<'s> {
         self.source.error(&self.span, message)
     }
 
+    /// Whether a key is there, not taken yet.
+    pub fn given(&self, key: &str) -> bool {
+        self.table.contains_key(key)
+    }
+
+    /// Whether a key is this text, not taken yet.
+    pub fn says(&self, key: &str, text: &str) -> bool {
+        matches!(self.table.get(key), Some((_, Node { value: Value::String(v), .. })) if v == text)
+    }
+
+    /// The error of a key that stands where it must not, or not with its value: at its place, with what it says.
+    pub fn refused(&mut self, key: &'static str, expected: &str) -> CliError {
+        match self.take(key) {
+            Some((_, node)) => self.wrong(key, &node, expected),
+            None => self.missing(key, expected),
+        }
+    }
+
     fn take(&mut self, key: &'static str) -> Option<(Span, Node)> {
         self.asked.push(key);
         self.table.remove(key)

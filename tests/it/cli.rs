@@ -332,8 +332,8 @@ fn json_is_one_object_on_stdout_for_every_command() {
         "{seen}"
     );
     assert!(row["step_ms"].as_f64() > Some(0.0) && row["tokens_per_second"].as_f64() > Some(0.0), "{seen}");
-    let (_, err) = expect(dir, &["train", "micro.toml", "--check", "--set", "quant.scheme=W4A4"], 2);
-    assert!(err.contains("quant.scheme") && err.contains("static INT4"), "{err}");
+    let timed = ["bench", "micro.toml", "--train-steps", "2", "--set", "quant.scheme=W4A4"];
+    assert!(object(dir, &timed)["rows"][0]["fake_quant_overhead"].as_f64() > Some(0.0));
     let seen = object(dir, &["train", "micro.toml", "--check"]);
     command(&seen, "train");
     assert!(!dir.join("runs").exists(), "a check makes nothing");
@@ -545,21 +545,27 @@ fn f095_a_closed_pipe_ends_quietly() {
 }
 
 #[test]
-fn recipes_train_zero_points_and_activations_of_every_dynamic_kind() {
+fn recipes_train_zero_points_and_activations_of_every_kind() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    recipe(dir, "micro.toml", |t| t);
+    short_recipe(dir, |t| t);
     for (i, set) in [
         &["quant.asymmetric=true"][..],
         &["quant.scheme=W4A8", "quant.asymmetric=true", "quant.asymmetric_activations=true"],
-        &["quant.scheme=FP8_DYNAMIC"],
+        &["quant.scheme=FP8_DYNAMIC", "quant.granularity=channel"],
         &["quant.scheme=MXFP4"],
         &["quant.scheme=NVFP4A16", "quant.group_size=16"],
         &["quant.scheme=NVFP4A16", "quant.group_size=16", "qat.learned_scales=true"],
         &["quant.scheme=MXFP4A16", "qat.learned_scales=true", "qat.distill_weight=1.0"],
-        &["quant.scheme=FP8A16_BLOCK"],
-        &["quant.scheme=FP8A16_BLOCK", "qat.learned_scales=true", "qat.lora_rank=2"],
-        &["quant.scheme=FP8_BLOCK", "model.hidden_size=128", "model.intermediate_size=256"],
+        &["quant.scheme=FP8A16_BLOCK", "quant.granularity=block"],
+        &["quant.scheme=FP8A16_BLOCK", "quant.granularity=block", "qat.learned_scales=true", "qat.lora_rank=2"],
+        &["quant.scheme=FP8_BLOCK", "quant.granularity=block", "model.hidden_size=128", "model.intermediate_size=256"],
+        &["quant.scheme=FP8", "quant.granularity=tensor", "qat.freeze_ranges_step=2", "qat.calibration_batches=3"],
+        &["quant.scheme=W4A4", "qat.observer=percentile", "qat.percentile=99.9", "quant.observer=mse"],
+        &["quant.scheme=W8A8", "quant.static_activations=true", "qat.observer=min_max", "qat.float_equal_tokens=true"],
+        &["quant.scheme=W4A8", "quant.static_activations=true", "quant.asymmetric_activations=true"],
+        &["quant.scheme=NVFP4", "quant.group_size=16"],
+        &["quant.scheme=NVFP4", "quant.group_size=16", "qat.learned_scales=true", "qat.lora_rank=2"],
     ]
     .into_iter()
     .enumerate()
@@ -580,18 +586,121 @@ fn recipes_train_zero_points_and_activations_of_every_dynamic_kind() {
         let heldout = root("recipes/data/pydoc/heldout.txt").display().to_string();
         let seen = object(dir, &["eval", &folder, "--text", &heldout, "--context", "32", "--max-tokens", "256"]);
         assert_eq!(seen["rows"][0]["perplexity"].as_f64(), Some(exported), "{set:?}: the folder by itself");
+        // Whatever rounds the float model has its inputs on grids too, and stays near what is trained from there.
+        for (name, perplexity) in ["rtn", "rtn_mse", "gptq", "awq"].iter().filter_map(|n| Some((n, of(n)?))) {
+            assert!((perplexity / qat - 1.0).abs() < 0.05, "{set:?}: {name} {perplexity}, {qat}");
+        }
+        let text = std::fs::read(dir.join(&out).join("exported/config.json")).unwrap();
+        let config: Value = serde_json::from_slice(&text).unwrap();
+        let inputs = &config["quantization_config"]["config_groups"]["group_0"]["input_activations"];
+        let stored =
+            set.iter().any(|s| ["quant.static_activations=true", "quant.scheme=FP8", "quant.scheme=W4A4"].contains(s));
+        // NVFP4 has both: a stored global scale, and one of each run.
+        let other = i == 0 || set.iter().any(|s| s.contains("A16") || *s == "quant.scheme=NVFP4");
+        assert!(other || inputs["dynamic"] == json!(!stored), "{set:?}: {inputs}");
     }
     // Rounding the trained weights gives what was exported: the global scales are theirs, shared by the layers that share them.
     expect(dir, &["quantize", "run4/master", "--out", "again", "--scheme", "NVFP4A16"], 0);
     let codes = |folder: &str| std::fs::read(dir.join(folder).join("model.safetensors")).unwrap();
     assert!(codes("again") == codes("run4/exported"));
+    // Half a run and the rest: the same export, bit for bit.
+    let set = ["--set", "quant.scheme=W4A4", "--set", "train.save_every=1"];
+    let whole = object(dir, &[&["train", "micro.toml", "--out", "whole"], &set[..]].concat());
+    std::fs::create_dir_all(dir.join("half/checkpoints")).unwrap();
+    std::fs::copy(dir.join("whole/run.json"), dir.join("half/run.json")).unwrap();
+    copy_folder(&dir.join("whole/checkpoints/step-00000004"), &dir.join("half/checkpoints/step-00000004"));
+    let log: Vec<String> = std::fs::read_to_string(dir.join("whole/log.jsonl"))
+        .unwrap()
+        .lines()
+        .take(4)
+        .map(|l| format!("{l}\n"))
+        .collect();
+    std::fs::write(dir.join("half/log.jsonl"), log.concat()).unwrap();
+    let half = object(dir, &[&["train", "micro.toml", "--out", "half", "--resume"], &set[..]].concat());
+    let file = |run: &str| std::fs::read(dir.join(run).join("exported/model.safetensors")).unwrap();
+    assert!(file("whole") == file("half"));
+    let numbers = |seen: &Value| -> Vec<Value> {
+        seen["rows"].as_array().unwrap().iter().map(|r| json!([r["name"], r["perplexity"]])).collect()
+    };
+    assert_eq!(numbers(&whole), numbers(&half));
     for (set, words) in [
         (&["quant.asymmetric_activations=true"][..], &["zero point", "float ones"][..]),
-        (&["quant.scheme=FP8_DYNAMIC", "quant.asymmetric=true"], &["no zero point"]),
-        (&["quant.scheme=FP8"], &["quant.scheme", "static FP8 E4M3"]),
-        (&["quant.scheme=FP8_BLOCK"], &["divides in_features", "got 128"]),
+        (&["quant.scheme=FP8_DYNAMIC", "quant.granularity=channel", "quant.asymmetric=true"], &["no zero point"]),
+        (&["quant.scheme=FP8", "quant.granularity=tensor", "quant.asymmetric_activations=true"], &["no zero point"]),
+        (&["quant.static_activations=true"], &["static_activations", "W8A8 or W4A8", "got W4A16"]),
+        (&["quant.scheme=MXFP4", "quant.static_activations=true"], &["static_activations", "got MXFP4"]),
+        (&["qat.observer=min_max"], &["observer: expected no such key", "quant.static_activations", "got \"min_max\""]),
+        (&["quant.scheme=W8A8", "qat.freeze_ranges_step=1"], &["freeze_ranges_step: expected no such key", "got 1"]),
+        (&["quant.scheme=W4A4", "qat.percentile=99"], &["percentile: expected observer = \"percentile\""]),
+        (&["quant.scheme=W4A4", "qat.calibration_batches=0"], &["calibration_batches", "from 1", "got 0"]),
+        (&["quant.scheme=W4A4", "quant.ignore=[\"k_proj\"]"], &["q_proj", "k_proj", "one form of it", "INT4", "float"]),
     ] {
         let err = checked(dir, set, 2);
+        assert!(words.iter().all(|w| err.contains(w)), "{set:?}: {err}");
+    }
+}
+
+/// A micro recipe on the start of its text, which is tokenized in no time.
+fn short_recipe(dir: &Path, change: impl Fn(String) -> String) {
+    let data = root("recipes/data/pydoc");
+    let text = std::fs::read_to_string(data.join("train.txt")).unwrap();
+    std::fs::write(dir.join("short.txt"), text.chars().take(30_000).collect::<String>()).unwrap();
+    recipe(dir, "micro.toml", |t| change(t.replace(&data.join("train.txt").display().to_string(), "short.txt")));
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().flatten() {
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn a_recipe_has_the_usual_grid_of_its_scheme_and_no_key_is_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    short_recipe(dir.path(), |t| t.replace("group_size = 32\n", ""));
+    let digest = |set: &[&str]| checked(dir.path(), set, 0);
+    // As `dsq quantize` has them when nothing is said.
+    for (scheme, granularity) in
+        [("W8A8", "channel"), ("FP8A16", "channel"), ("FP8_DYNAMIC", "channel"), ("FP8", "tensor")]
+    {
+        let scheme = format!("quant.scheme={scheme}");
+        assert_eq!(digest(&[&scheme]), digest(&[&scheme, &format!("quant.granularity={granularity}")]));
+    }
+    let w8a8 = digest(&["quant.scheme=W8A8"]);
+    let groups = digest(&["quant.scheme=W8A8", "quant.group_size=32"]);
+    assert_eq!(groups, digest(&["quant.scheme=W8A8", "quant.granularity=group", "quant.group_size=32"]));
+    assert_ne!(groups, w8a8);
+    // A recipe of groups becomes one of channels, and a scheme's own group may be said.
+    let sized = "quant.group_size=32";
+    assert_eq!(digest(&["quant.scheme=W8A8", sized, "quant.granularity=channel"]), w8a8);
+    let channels = digest(&["quant.scheme=FP8_DYNAMIC"]);
+    assert_eq!(digest(&["quant.scheme=FP8_DYNAMIC", sized, "quant.granularity=channel"]), channels);
+    assert_eq!(digest(&["quant.scheme=MXFP4"]), digest(&["quant.scheme=MXFP4", sized]));
+    // Keys of static activations at their defaults are no other recipe.
+    let fixed = ["quant.scheme=W8A8", "quant.static_activations=true"];
+    let said = [
+        "qat.calibration_batches=8",
+        "qat.observer=moving_average",
+        "qat.observer_rate=0.05",
+        "qat.freeze_ranges_step=1",
+    ];
+    assert_eq!(digest(&fixed), digest(&[&fixed[..], &said].concat()));
+    assert_ne!(digest(&fixed), digest(&[&fixed[..], &["qat.observer=min_max"]].concat()));
+    assert_ne!(digest(&fixed), w8a8);
+    for (set, words) in [
+        (&["quant.scheme=FP8_DYNAMIC", sized][..], &["group_size: expected none", "FP8_DYNAMIC", "got 32"][..]),
+        (&["quant.scheme=FP8_BLOCK", sized], &["group_size: expected none", "FP8_BLOCK", "got 32"]),
+        (
+            &["quant.scheme=FP8_DYNAMIC", "quant.granularity=tensor"],
+            &["PerChannel, which FP8_DYNAMIC fixes", "PerTensor"],
+        ),
+        (&["quant.scheme=MXFP4", "quant.group_size=64"], &["PerGroup(32), which MXFP4 fixes", "PerGroup(64)"]),
+        (&["quant.scheme=FP8_BLOCK"], &["divides in_features", "got 128"]),
+        (&["quant.observer=weighted-mse"], &["observer: expected minmax or mse", "--calib", "got \"weighted-mse\""]),
+        (&["quant.observer=weighted_mse"], &["observer: expected minmax or mse", "got \"weighted_mse\""]),
+    ] {
+        let err = checked(dir.path(), set, 2);
         assert!(words.iter().all(|w| err.contains(w)), "{set:?}: {err}");
     }
 }

@@ -117,13 +117,18 @@ impl Case {
     }
 
     pub(crate) fn export(&self, prepared: &Llama, converted: &[(String, QuantizedMatrix)], out: &Path) {
+        let layers = prepared.linears();
+        let stored = |module: &str| {
+            let grid = layers.iter().find(|(name, _)| name == module)?.1.inputs()?;
+            Some((grid.args, grid.params?))
+        };
         let tensors = prepared.named_tensors().into_iter().map(|(name, shape, data)| {
             match converted.iter().find(|c| name.strip_suffix(".weight") == Some(&c.0)) {
                 Some((module, matrix)) => ExportTensor::Linear {
                     module: module.clone(),
                     shape,
                     matrix: matrix.clone(),
-                    activation: None,
+                    activation: stored(module),
                     source: None,
                 },
                 None => ExportTensor::Float { name, shape, data, dtype: FloatType::F32 },

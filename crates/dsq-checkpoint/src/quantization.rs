@@ -274,12 +274,18 @@ pub(crate) fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, Chec
         (QuantType::Fp4E2M1, _) => FloatType::F8E8M0,
         _ => FloatType::F32,
     };
-    if let (Some(expected), Some(got)) = (scale_dtype_name(scale_dtype), f.string("scale_dtype")?)
-        && got.trim_start_matches("torch.") != expected.trim_start_matches("torch.")
-    {
-        return Err(f.error("scale_dtype", format!("expected {expected:?} for strategy {strategy:?}, got {got:?}")));
+    // Scales that are found when the model runs are f32, others have the dtype in which they are stored.
+    let allowed = match scale_dtype_name(scale_dtype) {
+        Some(name) => vec![name],
+        None if dynamic => vec!["torch.float32"],
+        None => vec!["torch.float32", "torch.float16", "torch.bfloat16"],
+    };
+    let plain = |name: &str| name.trim_start_matches("torch.").to_owned();
+    if let Some(got) = f.string("scale_dtype")?.filter(|got| allowed.iter().all(|a| plain(a) != plain(got))) {
+        let expected = allowed.iter().map(|a| format!("{a:?}")).collect::<Vec<_>>().join(" or ");
+        return Err(f.error("scale_dtype", format!("expected {expected} for strategy {strategy:?}, got {got:?}")));
     }
-    f.refuse_the_rest(&["observer_kwargs", "scale_dtype", "zp_dtype"])?;
+    f.refuse_the_rest(&["observer_kwargs", "zp_dtype"])?;
     let args = QuantArgs { qtype, granularity, mapping, scale_dtype, observer };
     args.check().map_err(|e| f.error("strategy", e.to_string()))?;
     Ok(args)

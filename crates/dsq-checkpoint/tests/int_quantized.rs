@@ -99,6 +99,17 @@ fn configs_that_contradict_the_tensors_or_themselves_are_refused() {
     refused(&|v| group(v)["weights"]["strategy"] = json!("token"), &["weights.strategy", "token"]);
     refused(&|v| group(v)["weights"]["symmetric"] = json!(false), &["weight_zero_point"]);
     refused(&|v| v["ignore"] = json!(["lm_head", UP]), &[UP]);
+    // Scales of tokens are found in f32; those of weights have the dtype in which they are stored.
+    let scales = ["input_activations.scale_dtype", "torch.float32", "token", "torch.bfloat16"];
+    refused(&|v| inputs(v)["scale_dtype"] = json!("torch.bfloat16"), &scales);
+    let words = ["weights.scale_dtype", "torch.bfloat16", "float8_e4m3fn"];
+    refused(&|v| group(v)["weights"]["scale_dtype"] = json!("torch.float8_e4m3fn"), &words);
+    refused(&|v| inputs(v)["scale_dtype"] = json!(16), &["input_activations.scale_dtype", "a string", "16"]);
+    let mut value = old.clone();
+    inputs(&mut value["quantization_config"])["scale_dtype"] = json!("float32");
+    group(&mut value["quantization_config"])["weights"]["scale_dtype"] = json!("torch.bfloat16");
+    std::fs::write(&file, value.to_string()).unwrap();
+    Checkpoint::open(&out).unwrap();
 
     // Codes outside the range of their type.
     let mut value = old.clone();

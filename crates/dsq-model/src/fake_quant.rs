@@ -80,12 +80,12 @@ fn forward(x: FlexTensor, grid: Grid) -> (FlexTensor, Vec<u8>) {
         Grid::Under(args, global) => {
             kernel::fake_quant_weight_under(x, n, k, &args, Some(global), &mut out, &mut inside)
         }
-        // The largest of a run is the largest code, so nothing clips.
+        // Each run has a scale of its own, but none above what the global scale allows: larger values clip.
         Grid::Fixed(args, p) if args.has_global_scale() => {
             out.copy_from_slice(x);
-            inside.fill(1);
             let k = shape.last().copied().unwrap_or(1);
-            kernel::fake_quant_rows(&mut out, k, &InputGrid { args, params: Some(p) })
+            let grid = InputGrid { args, params: Some(p) };
+            kernel::fake_quant_rows_masked(&mut out, k, &grid, &mut inside)
         }
         Grid::Fixed(args, p) => kernel::fake_quant_with(x, &args, p, &mut out, &mut inside),
         Grid::Gguf(grid) => dsq_kernels::quantize::fake_quantize_blocks(grid, x, &mut out, &mut inside),
@@ -317,20 +317,50 @@ mod tests {
     fn the_gradient_is_that_of_the_clipped_identity_by_finite_differences() {
         // Straight-through means: differentiate clamp(x, lo, hi) instead of the staircase. Central differences of it,
         // away from the two kinks, against the gradient that the operation reports.
-        let (args, p) = asym();
         let device = Device::flex().autodiff();
-        let lo = (args.qtype.qmin() - p.zero) as f32 * p.scale;
-        let hi = (args.qtype.qmax() - p.zero) as f32 * p.scale;
+        let tensor = |qtype| QuantArgs { qtype, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) };
+        let fixed = |args: QuantArgs| (args, args.qparams(-0.3, 1.7).unwrap());
+        // A symmetric grid reaches as far down as up: the clipped ends are those of a narrower range.
+        let narrow = |args: QuantArgs| (args, args.qparams(-0.6, 0.6).unwrap());
         let x: Vec<f32> = (0..400).map(|i| -1.0 + 0.01 * i as f32 + 0.003).collect();
-        let t = Tensor::<1>::from_floats(x.as_slice(), &device).require_grad();
-        let grads = fake_quant_activation(t.clone(), &args, p).sum().backward();
+        for (args, p) in [
+            asym(),
+            fixed(tensor(QuantType::Int8)),
+            narrow(tensor(QuantType::Int8)),
+            narrow(tensor(QuantType::Fp8E4M3)),
+        ] {
+            let lo = (args.qtype.qmin() - p.zero) as f32 * p.scale;
+            let hi = (args.qtype.qmax() - p.zero) as f32 * p.scale;
+            let t = Tensor::<1>::from_floats(x.as_slice(), &device).require_grad();
+            let grads = fake_quant_activation(t.clone(), &args, p).sum().backward();
+            slopes(&x, &host(t.grad(&grads).unwrap()), |_| (lo, hi));
+        }
+        // NVFP4: each run of 16 clips at 6 times its scale, which grows with it up to 448 over the global scale.
+        let args = QuantArgs::nvfp4_tokens();
+        let grid = InputGrid::of_range(args, -0.3, 1.7).unwrap();
+        let t = Tensor::<2>::from_data(TensorData::new(x.clone(), [5, 80]), &device).require_grad();
+        let grads = fake_quant_activation(t.clone(), &args, grid.params.unwrap()).sum().backward();
+        let ends: Vec<f32> = x
+            .chunks(16)
+            .map(|run| {
+                let largest = run.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+                6.0 * grid.run_qparams(-largest, largest).unwrap().scale
+            })
+            .collect();
         let grad = host(t.grad(&grads).unwrap());
+        assert!(grad.iter().filter(|g| **g == 0.0).count() > 100, "beyond 1.7 everything clips");
+        slopes(&x, &grad, |i| (-ends[i / 16], ends[i / 16]));
+    }
+
+    /// Holds the gradient of each value against the difference quotient of the clipped identity.
+    fn slopes(x: &[f32], grad: &[f32], ends: impl Fn(usize) -> (f32, f32)) {
         let h = 1e-3f64;
-        for (x, g) in x.iter().zip(grad) {
+        for (i, (x, g)) in x.iter().zip(grad).enumerate() {
+            let (lo, hi) = ends(i);
             if (x - lo).abs() > 2e-3 && (x - hi).abs() > 2e-3 {
                 let f = |x: f64| x.clamp(f64::from(lo), f64::from(hi));
                 let slope = (f(f64::from(*x) + h) - f(f64::from(*x) - h)) / (2.0 * h);
-                assert!((slope - f64::from(g)).abs() < 1e-9, "x {x}: slope {slope}, gradient {g}");
+                assert!((slope - f64::from(*g)).abs() < 1e-9, "x {x}: slope {slope}, gradient {g}");
             }
         }
     }

@@ -106,6 +106,11 @@ impl Linear {
         self.inputs = inputs;
     }
 
+    /// How the input is put on a grid; `None`: not at all.
+    pub fn inputs(&self) -> Option<&InputGrid> {
+        self.inputs.as_ref()
+    }
+
     /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
     /// least squared error. Nothing happens without fake quantization.
     ///

@@ -11,12 +11,14 @@ mod learned_grid;
 mod llama;
 mod lora;
 mod ops;
+mod range_observer;
 pub mod resnet;
 
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
 pub use learned_grid::LearnedGrid;
-pub use llama::{Layer, Llama, SelfAttention, Sequences, next_token_labels, tensor_name};
+pub use llama::{Layer, Llama, SelfAttention, Sequences, Watch, next_token_labels, tensor_name};
 pub use lora::Lora;
 pub use ops::distill::Teacher;
 pub use ops::hidden::HiddenTarget;
+pub use range_observer::RangeObserver;

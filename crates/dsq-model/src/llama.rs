@@ -8,11 +8,12 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_kernels::train::{AttentionShape, Rope};
-use dsq_quant::KvGrid;
+use dsq_quant::{InputGrid, KvGrid};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
 };
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Standard deviation of new weights; matrices that write to the residual stream get it divided by
@@ -64,6 +65,10 @@ impl Sequences {
         Self { shape, rope: Arc::new(Rope::new(t, c.head_dim, c.rope_theta)) }
     }
 }
+
+/// What sees the inputs of linear layers during a forward pass, each before it is used: the names of the layers that read it, and the
+/// tensor `[b, t, k]`. A grid that it returns is that of these layers from then on, in this pass too.
+pub type Watch<'a, E> = dyn FnMut(&[String], &Tensor<3>) -> Result<Option<InputGrid>, E> + 'a;
 
 /// The forward pass of a layer in the steps between its linear layers, so that a caller can see the input of each of
 /// them (the input of q, k and v is one tensor, that of gate and up too). [`Layer::forward`] is these steps in order;
@@ -156,6 +161,35 @@ impl Layer {
         let x = self.after_attention(x, attended);
         let inner = self.down_input(self.gate_up_input(x.clone()));
         self.after_mlp(x, inner)
+    }
+
+    /// [`Layer::forward`] of layer `i`, whose inputs `watch` sees.
+    fn forward_watched<E>(
+        &mut self,
+        i: usize,
+        x: Tensor<3>,
+        batch: &Sequences,
+        watch: &mut Watch<E>,
+    ) -> Result<Tensor<3>, E> {
+        let h = self.qkv_input(x.clone());
+        self.show(i, 0..3, &h, watch)?;
+        let attended = self.o_input(h, batch);
+        self.show(i, 3..4, &attended, watch)?;
+        let x = self.after_attention(x, attended);
+        let h = self.gate_up_input(x.clone());
+        self.show(i, 4..6, &h, watch)?;
+        let inner = self.down_input(h);
+        self.show(i, 6..7, &inner, watch)?;
+        Ok(self.after_mlp(x, inner))
+    }
+
+    /// Shows the input of some of the linears, and takes the grid that comes back.
+    fn show<E>(&mut self, i: usize, which: Range<usize>, x: &Tensor<3>, watch: &mut Watch<E>) -> Result<(), E> {
+        let names: Vec<String> = LINEARS[which.clone()].iter().map(|part| format!("model.layers.{i}.{part}")).collect();
+        if let Some(grid) = watch(&names, x)? {
+            self.linears_mut()[which].iter_mut().for_each(|(_, linear)| linear.set_inputs(Some(grid)));
+        }
+        Ok(())
     }
 
     /// Input `[b, t, d]` of q_proj, k_proj and v_proj, from the residual stream before the layer.
@@ -346,6 +380,34 @@ impl Llama {
         (states, self.logits_of(x))
     }
 
+    /// [`Llama::states_and_logits`], where `watch` sees the inputs of all linear layers.
+    ///
+    /// # Errors
+    /// The first of `watch`.
+    ///
+    /// # Panics
+    /// As [`Llama::forward`].
+    pub fn watched<E>(
+        &mut self,
+        ids: Arc<Vec<i32>>,
+        b: usize,
+        watch: &mut Watch<E>,
+    ) -> Result<(Vec<Tensor<3>>, Tensor<3>), E> {
+        let (batch, mut x) = self.embedded(ids, b);
+        let mut states = Vec::with_capacity(self.layers.len());
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            x = layer.forward_watched(i, x, &batch, watch)?;
+            states.push(x.clone());
+        }
+        let x = self.norm.forward(x);
+        if let Some(head) = &mut self.lm_head
+            && let Some(grid) = watch(&["lm_head".to_owned()], &x)?
+        {
+            head.set_inputs(Some(grid));
+        }
+        Ok((states, self.head(x)))
+    }
+
     /// The shape of a batch, and the residual stream before the first layer, `[b, t, d]`.
     pub fn embedded(&self, ids: Arc<Vec<i32>>, b: usize) -> (Sequences, Tensor<3>) {
         (Sequences::new(&self.config, b, ids.len() / b.max(1)), self.embed_tokens.forward(ids, b))
@@ -358,7 +420,11 @@ impl Llama {
 
     /// Logits `[b, t, vocab]` from the residual stream after the last layer, `[b, t, d]`.
     pub fn logits_of(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = self.norm.forward(x);
+        self.head(self.norm.forward(x))
+    }
+
+    /// Logits from the output of the last norm.
+    fn head(&self, x: Tensor<3>) -> Tensor<3> {
         match &self.lm_head {
             Some(head) => head.forward(x),
             None => ops::linear::linear(x, self.embed_tokens.weight.val()),
@@ -381,7 +447,15 @@ impl Llama {
     /// # Panics
     /// When the lengths differ, or a token or label lies outside the vocabulary.
     pub fn loss(&self, ids: Arc<Vec<i32>>, labels: Arc<Vec<i32>>, b: usize, label_tokens: usize) -> Tensor<1> {
-        ops::cross_entropy::cross_entropy(self.logits(ids, b), labels, label_tokens.max(1) as f32)
+        Self::loss_of(self.logits(ids, b), labels, label_tokens)
+    }
+
+    /// [`Llama::loss`] of logits `[b, t, vocab]`.
+    ///
+    /// # Panics
+    /// When the lengths differ, or a label lies outside the vocabulary.
+    pub fn loss_of(logits: Tensor<3>, labels: Arc<Vec<i32>>, label_tokens: usize) -> Tensor<1> {
+        ops::cross_entropy::cross_entropy(logits, labels, label_tokens.max(1) as f32)
     }
 
     /// The loss of distillation `[1]` of a batch of `b` sequences: `weight` times the mean over tokens of
@@ -400,13 +474,21 @@ impl Llama {
         weight: f32,
         hidden: Option<HiddenTarget>,
     ) -> Tensor<1> {
-        let (logits, distance) = match hidden {
-            None => (self.logits(ids, b), None),
-            Some(target) => {
-                let (states, logits) = self.states_and_logits(ids, b);
-                (logits, ops::hidden::hidden_loss(states, target, &labels))
-            }
-        };
+        Self::distill_loss_of(self.states_and_logits(ids, b), labels, teacher, weight, hidden)
+    }
+
+    /// [`Llama::distill_loss`] of what [`Llama::states_and_logits`] gives.
+    ///
+    /// # Panics
+    /// As [`Llama::distill_loss`].
+    pub fn distill_loss_of(
+        (states, logits): (Vec<Tensor<3>>, Tensor<3>),
+        labels: Arc<Vec<i32>>,
+        teacher: Teacher,
+        weight: f32,
+        hidden: Option<HiddenTarget>,
+    ) -> Tensor<1> {
+        let distance = hidden.and_then(|target| ops::hidden::hidden_loss(states, target, &labels));
         let rows = labels.len().max(1) as f32;
         let mut loss = ops::distill::distill(logits.clone(), teacher, rows);
         if weight != 1.0 {

@@ -18,8 +18,8 @@ pub use adamw::{AdamW, NamedGradients, ParamGroup};
 pub use cnn::{CnnTrainConfig, run_cnn};
 pub use error::TrainError;
 pub use lm::{
-    Adapters, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, StepTimes, time_steps,
-    train_lm,
+    Adapters, Distill, InputRanges, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, Phase, Progress, StepTimes,
+    observe_inputs, time_steps, train_lm,
 };
 pub use progress::Control;
 pub use run_dir::{RunDir, Snapshot, StateTensor};

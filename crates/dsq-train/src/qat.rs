@@ -12,20 +12,19 @@ use dsq_model::{Llama, Lora};
 use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
 use std::collections::HashMap;
 
-/// Switches fake quantization on in every linear layer that `config` names, and off in the others.
+/// Switches fake quantization on in every linear layer that `config` names, and off in the others. Static inputs stay in float
+/// until their grids are known ([`quantize_inputs`]).
 ///
 /// # Errors
-/// [`TrainError::Setting`] for static quantization of activations (not offered for language models), an ignore pattern that
-/// matches no layer, a scheme that leaves no layer to quantize, or a group size that does not divide a layer's inputs
-/// (all such layers are listed).
+/// [`TrainError::Setting`] for an ignore pattern that matches no layer, a scheme that leaves no layer to quantize, layers that read
+/// one tensor of which not all have the same static grid, or a group size that does not divide a layer's inputs (all such layers
+/// are listed).
 pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
     check(&model, config)?;
     for (name, layer) in model.linears_mut() {
-        let scheme = config.scheme_for(&name);
-        layer.set_quant(scheme.map(|s| s.weights));
-        layer.set_inputs(InputGrid::dynamic(scheme.and_then(|s| s.activations)));
+        layer.set_quant(config.scheme_for(&name).map(|s| s.weights));
     }
-    Ok(share_global_scales(model))
+    Ok(share_global_scales(quantize_inputs(model, config, &[])))
 }
 
 /// Gives the prepared layers whose scheme has a global scale (NVFP4) that of their present weights; layers that a server computes as one
@@ -160,23 +159,30 @@ pub fn release(mut model: Llama) -> Llama {
     model
 }
 
-/// Puts the inputs of the layers that `config` names on their dynamic grids, and no weight.
-pub fn quantize_inputs(mut model: Llama, config: &QuantConfig) -> Llama {
+/// Puts the inputs of the layers that `config` names on their grids, and no weight: those found when the model runs, and static
+/// ones by module name from `fixed`.
+pub fn quantize_inputs(mut model: Llama, config: &QuantConfig, fixed: &[(String, InputGrid)]) -> Llama {
     for (name, layer) in model.linears_mut() {
-        layer.set_inputs(InputGrid::dynamic(config.scheme_for(&name).and_then(|s| s.activations)));
+        let known = fixed.iter().find(|(module, _)| *module == name).map(|(_, grid)| *grid);
+        let found = InputGrid::dynamic(config.scheme_for(&name).and_then(|s| s.activations));
+        layer.set_inputs(found.or(known));
     }
     model
 }
 
 /// Post-training quantization by rounding: the model that `convert` and an export of `model` would give, its float weights on
-/// their grids and its inputs put on theirs.
+/// their grids and its inputs put on theirs, static ones on those of `fixed` ([`crate::observe_inputs`]).
 ///
 /// # Errors
 /// As [`prepare`] and [`convert`].
-pub fn round_to_nearest(model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
+pub fn round_to_nearest(
+    model: Llama,
+    config: &QuantConfig,
+    fixed: &[(String, InputGrid)],
+) -> Result<Llama, TrainError> {
     let model = prepare(model, config)?;
     let quantized = convert(&model)?;
-    let mut model = quantize_inputs(release(model), config);
+    let mut model = quantize_inputs(release(model), config, fixed);
     let mut next = quantized.into_iter().peekable();
     for (name, layer) in model.linears_mut() {
         if let Some((_, matrix)) = next.next_if(|(n, _)| *n == name) {
@@ -210,12 +216,6 @@ pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainErr
 pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
     let setting =
         |field: &str, expected: String, got: String| TrainError::Setting { field: field.into(), expected, got };
-    if let Some(a) = config.scheme.activations.filter(|a| !a.is_dynamic()) {
-        let expected =
-            "float activations (W4A16) or ones with a scale for each token (W4A8, FP8_DYNAMIC) for a language model"
-                .into();
-        return Err(setting("quant.scheme", expected, format!("static {} activations", a.qtype.name())));
-    }
     let names: Vec<String> = model.linears().into_iter().map(|l| l.0).collect();
     // A tied model has no lm_head of its own; ignoring it by name is still right.
     let known: Vec<String> = names.iter().cloned().chain(["lm_head".to_owned()]).collect();
@@ -224,9 +224,17 @@ pub fn check(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
         let expected = format!("patterns that match a layer ({}, ...)", names[..names.len().min(7)].join(", "));
         return Err(setting("quant.ignore", expected, unmatched.join(", ")));
     }
+    let architecture = ModelConfig::Llama(model.config().clone());
+    let form = |module: &str| config.scheme_for(module).and_then(|s| s.activations).filter(|a| !a.is_dynamic());
     let mut bad = Vec::new();
     let mut any = false;
     for (name, layer) in model.linears() {
+        if let Some(other) = architecture.fused_with(&name).into_iter().find(|other| form(other) != form(&name)) {
+            // One stored grid for what is one tensor.
+            let expected = format!("one form of the tensor that {name} and {other} read");
+            let shown = |module| form(module).map_or("no static grid".into(), |a| format!("static {}", a.qtype.name()));
+            return Err(setting("activations", expected, format!("{} and {}", shown(&name), shown(&other))));
+        }
         if let Some(scheme) = config.scheme_for(&name) {
             any = true;
             if let Err(e) = scheme.check_length(layer.weight.dims()[1]) {

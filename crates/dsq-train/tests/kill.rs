@@ -38,6 +38,7 @@ fn settings() -> LmTrainConfig {
         distill: None,
         learned_scales: Some(LearnedScales { rate: 1e-2 }),
         adapters: None,
+        inputs: None,
         float_equal_tokens: true,
         save_every: 1,
         seed: 3,

@@ -3,10 +3,10 @@
 use burn::tensor::Device;
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
-use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
+use dsq_quant::{FloatType, Granularity, ObserverKind, QuantArgs, QuantConfig, QuantScheme};
 use dsq_train::{
-    AdamW, Adapters, Control, Distill, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients, ParamGroup,
-    Phase, Progress, RunDir, TrainError, train_lm,
+    AdamW, Adapters, Control, Distill, InputRanges, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients,
+    ParamGroup, Phase, Progress, RunDir, TrainError, observe_inputs, qat, train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -120,6 +120,7 @@ fn settings() -> LmTrainConfig {
         distill: None,
         learned_scales: None,
         adapters: None,
+        inputs: None,
         float_equal_tokens: true,
         save_every: 4,
         seed: 5,
@@ -137,10 +138,10 @@ fn train(
     config: &LmTrainConfig,
     on_step: &mut dyn FnMut(&Progress) -> Control,
 ) -> Result<LmOutcome, TrainError> {
-    train_on(&quant(), path, resume, config, on_step)
+    train_as(&quant(), path, resume, config, on_step)
 }
 
-fn train_on(
+fn train_as(
     quant: &QuantConfig,
     path: &Path,
     resume: bool,
@@ -150,6 +151,20 @@ fn train_on(
     let fingerprint = serde_json::to_value(config).unwrap();
     let mut run = RunDir::open(path, &fingerprint, resume, false)?;
     train_lm(&model(), &text(400), config, quant, &mut run, on_step)
+}
+
+/// INT4 weights, and inputs of layers on stored grids of `activations`.
+fn with_static(activations: QuantArgs) -> QuantConfig {
+    let scheme = QuantScheme { activations: Some(activations), ..quant().scheme };
+    QuantConfig::new(scheme, &["lm_head".into()]).unwrap()
+}
+
+fn w4a4() -> QuantConfig {
+    with_static(QuantScheme::preset("W4A4", Granularity::PerChannel, FloatType::F32).unwrap().activations.unwrap())
+}
+
+fn ranges(observer: ObserverKind, freeze_step: usize) -> Option<InputRanges> {
+    Some(InputRanges { calibration_batches: 3, observer, rate: 0.2, freeze_step })
 }
 
 type Bits = Vec<(String, Vec<u32>)>;
@@ -291,18 +306,21 @@ fn adapters_alone_are_trained_and_what_ships_has_them_merged() {
 #[test]
 fn c084_a_run_stopped_after_any_step_resumes_to_the_same_bits() {
     // With distillation and learned scales, so that a resumed run must find its teacher and its grids again.
-    resumes_after_every_step(&LmTrainConfig {
-        distill: Some(Distill { weight: 0.5, temperature: 2.0, hidden_weight: 0.3 }),
-        learned_scales: Some(LearnedScales { rate: 1e-2 }),
-        ..settings()
-    });
+    resumes_after_every_step(
+        &quant(),
+        &LmTrainConfig {
+            distill: Some(Distill { weight: 0.5, temperature: 2.0, hidden_weight: 0.3 }),
+            learned_scales: Some(LearnedScales { rate: 1e-2 }),
+            ..settings()
+        },
+    );
 }
 
 #[test]
 fn c084_a_run_with_adapters_stopped_after_any_step_resumes_to_the_same_bits() {
     let with = LmTrainConfig { adapters: Some(Adapters { rank: 3, alpha: 6.0 }), ..settings() };
-    resumes_after_every_step(&with);
-    resumes_after_every_step(&LmTrainConfig { learned_scales: Some(LearnedScales { rate: 1e-2 }), ..with });
+    resumes_after_every_step(&quant(), &with);
+    resumes_after_every_step(&quant(), &LmTrainConfig { learned_scales: Some(LearnedScales { rate: 1e-2 }), ..with });
 }
 
 /// A global scale that follows the weights, one that learned scales keep, and scales of blocks: nothing of them is lost.
@@ -328,7 +346,7 @@ fn c084_runs_on_float_codes_resume_to_the_same_bits_and_ship_what_they_train() {
         of("FP8A16_BLOCK", true, false),
     ] {
         let straight = tempfile::tempdir().unwrap();
-        let want = train_on(&quant, straight.path(), false, &config, &mut |_| Control::Continue).unwrap();
+        let want = train_as(&quant, straight.path(), false, &config, &mut |_| Control::Continue).unwrap();
         for (name, matrix) in &want.quantized {
             let layers = want.qat.linears();
             let layer = &layers.iter().find(|l| l.0 == *name).unwrap().1;
@@ -337,19 +355,90 @@ fn c084_runs_on_float_codes_resume_to_the_same_bits_and_ship_what_they_train() {
         }
         for stop in [9, 11, 14, 15, 17] {
             let dir = tempfile::tempdir().unwrap();
-            let stopped = train_on(&quant, dir.path(), false, &config, &mut |p| match p.global_step == stop {
+            let stopped = train_as(&quant, dir.path(), false, &config, &mut |p| match p.global_step == stop {
                 true => Control::Stop,
                 false => Control::Continue,
             });
             assert!(matches!(stopped, Err(TrainError::Interrupted { .. })));
-            let got = train_on(&quant, dir.path(), true, &config, &mut |_| Control::Continue).unwrap();
+            let got = train_as(&quant, dir.path(), true, &config, &mut |_| Control::Continue).unwrap();
             assert!(all_bits(&got) == all_bits(&want) && got.quantized == want.quantized, "stopped after {stop}");
             assert_eq!(log(dir.path()), log(straight.path()), "stopped after {stop}");
         }
     }
 }
 
-fn resumes_after_every_step(config: &LmTrainConfig) {
+#[test]
+fn c084_a_run_with_static_inputs_stopped_after_any_step_resumes_to_the_same_bits() {
+    // Frozen in the middle of QAT (steps 10 to 15), so that a run stops before, at and after it.
+    let observers = [ObserverKind::MovingAverage, ObserverKind::MinMax, ObserverKind::Percentile(99.0)];
+    for (i, observer) in observers.into_iter().enumerate() {
+        let config = LmTrainConfig {
+            inputs: ranges(observer, 3),
+            distill: (i == 0).then_some(Distill { weight: 0.5, temperature: 1.0, hidden_weight: 0.3 }),
+            learned_scales: (i == 1).then_some(LearnedScales { rate: 1e-2 }),
+            adapters: (i == 2).then_some(Adapters { rank: 3, alpha: 6.0 }),
+            ..settings()
+        };
+        resumes_after_every_step(&w4a4(), &config);
+    }
+}
+
+#[test]
+fn static_inputs_are_calibrated_in_float_followed_and_frozen() {
+    let per_tensor = |args: QuantArgs| QuantArgs { granularity: Granularity::PerTensor, ..args };
+    for quant in [
+        w4a4(),
+        with_static(QuantArgs::fp8(Granularity::PerTensor, FloatType::F32)),
+        with_static(per_tensor(QuantArgs::int4(Granularity::PerTensor, FloatType::F32))),
+        with_static(QuantArgs::nvfp4_tokens()),
+    ] {
+        let run = |freeze_step: usize| {
+            let dir = tempfile::tempdir().unwrap();
+            let config = LmTrainConfig { inputs: ranges(ObserverKind::MovingAverage, freeze_step), ..settings() };
+            let out = train_as(&quant, dir.path(), false, &config, &mut |_| Control::Continue).unwrap();
+            let grids: Vec<_> = out.qat.linears().into_iter().map(|(m, l)| (m, *l.inputs().unwrap())).collect();
+            let calibrated = observe_inputs(&out.float, &text(400), &config, &quant).unwrap();
+            (out, grids, calibrated)
+        };
+        let (frozen, grids, calibrated) = run(0);
+        assert_eq!(grids, calibrated, "frozen before the first step: the ranges of the float result");
+        assert_eq!(grids.len(), 14);
+        for layer in grids.chunks(7) {
+            assert!(layer[0].1 == layer[1].1 && layer[1].1 == layer[2].1 && layer[4].1 == layer[5].1, "one tensor");
+        }
+        let ([half, whole], all) = ([run(3), run(6)], run(100));
+        assert!(half.1 != grids && half.1 != whole.1, "{quant:?}");
+        assert_eq!((&whole.1, bits(&whole.0.qat)), (&all.1, bits(&all.0.qat)), "a phase has six steps");
+        assert_ne!(bits(&frozen.qat), bits(&half.0.qat));
+        // What ships computes what was trained, bit for bit: the matrices of `convert` behind inputs on the stored grids.
+        let (out, grids, _) = half;
+        let mut tensors = out.qat.named_tensors();
+        for (name, _, data) in &mut tensors {
+            if let Some((_, matrix)) = out.quantized.iter().find(|c| name.strip_suffix(".weight") == Some(&c.0)) {
+                *data = matrix.dequantize();
+            }
+        }
+        let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+        let shipped = Llama::from_tensors(&model(), &Device::flex(), find).unwrap();
+        let shipped = qat::quantize_inputs(shipped, &quant, &grids);
+        let ids = Arc::new((0..32).map(|i| i * 7 % 64).collect::<Vec<i32>>());
+        let logits = |m: &Llama| m.logits(ids.clone(), 2).into_data().try_to_vec::<f32>().unwrap();
+        assert_eq!(logits(&out.qat), logits(&shipped));
+        assert_ne!(logits(&out.qat), logits(&qat::quantize_inputs(shipped, &quant, &[])), "inputs are on their grids");
+        // Rounding of the float result: its weights, on the grids that QAT starts from.
+        let rounded = qat::round_to_nearest(out.float.clone(), &quant, &calibrated).unwrap();
+        assert_eq!(rounded.linears()[3].1.inputs(), Some(&calibrated[3].1));
+    }
+}
+
+fn resumes_after_every_step(quant: &QuantConfig, config: &LmTrainConfig) {
+    let train = |path: &Path, resume: bool, config: &LmTrainConfig, on_step: &mut dyn FnMut(&Progress) -> Control| {
+        train_as(quant, path, resume, config, on_step)
+    };
+    let all_bits = |o: &LmOutcome| {
+        let grids = o.qat.linears().into_iter().filter_map(|(_, l)| Some(l.inputs()?.params?.scale.to_bits()));
+        (all_bits(o), grids.collect::<Vec<u32>>())
+    };
     let straight = tempfile::tempdir().unwrap();
     let want = all_bits(&train(straight.path(), false, config, &mut |_| Control::Continue).unwrap());
     let want_log = log(straight.path());
@@ -461,6 +550,15 @@ fn f087_settings_that_cannot_work_are_refused_by_name() {
     };
     assert!(run_on(&text(16)).contains("more than 16 tokens"));
     assert!(run_on(&[vec![64], text(400)].concat()).contains("64 at token 0"));
+    // Static activations have ranges, and someone has to find them; what one tensor is has one grid.
+    let dir = tempfile::tempdir().unwrap();
+    let e = train_as(&w4a4(), dir.path(), false, &settings(), &mut |_| Control::Continue).unwrap_err();
+    assert!(e.to_string().starts_with("qat.observer") && e.exit_code() == 2, "{e}");
+    let dir = tempfile::tempdir().unwrap();
+    let config = LmTrainConfig { inputs: ranges(ObserverKind::MinMax, 0), ..settings() };
+    let torn = QuantConfig::new(w4a4().scheme, &["k_proj".into()]).unwrap();
+    let e = train_as(&torn, dir.path(), false, &config, &mut |_| Control::Continue).unwrap_err();
+    assert!(e.to_string().contains("q_proj and model.layers.0.self_attn.k_proj read") && e.exit_code() == 2, "{e}");
 }
 
 #[test]

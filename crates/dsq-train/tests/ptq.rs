@@ -156,7 +156,7 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
             assert!(scaled > 0, "{model}: nothing was scaled");
             let exact = distance(&float, &logits(&ckpt, Some(&outcome), true));
             let rounded =
-                qat::round_to_nearest(Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap(), &quant).unwrap();
+                qat::round_to_nearest(Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap(), &quant, &[]).unwrap();
             let ids = Arc::new((0..60).map(|i| i * 11 % 128).collect());
             let rounded = distance(&float, &host(rounded.logits(ids, 2)));
             assert!(

@@ -119,6 +119,20 @@ pub fn fake_quant_weight_under(
 /// [`QuantError::Length`] when `k` does not divide the values, [`QuantError::GroupNotDividing`] when the runs do not divide
 /// `k`; of a run that cannot be quantized as there.
 pub fn fake_quant_rows(x: &mut [f32], k: usize, grid: &InputGrid) -> Result<(), QuantError> {
+    each_run(x, k, grid, |_, _| ())
+}
+
+/// [`fake_quant_rows`], which also tells in `inside` where the straight-through gradient passes, as [`fake_quant_weight`] does.
+///
+/// # Errors
+/// As [`fake_quant_rows`]; [`QuantError::Length`] when the mask is not as long as the values.
+pub fn fake_quant_rows_masked(x: &mut [f32], k: usize, grid: &InputGrid, inside: &mut [u8]) -> Result<(), QuantError> {
+    check_len("mask", x.len(), inside.len())?;
+    each_run(x, k, grid, |at, mask| inside[at..at + mask.len()].copy_from_slice(mask))
+}
+
+/// Puts each run of values that shares parameters on its grid; `seen` gets where it starts and its mask.
+fn each_run(x: &mut [f32], k: usize, grid: &InputGrid, mut seen: impl FnMut(usize, &[u8])) -> Result<(), QuantError> {
     let InputGrid { args, params } = grid;
     if k == 0 || !x.len().is_multiple_of(k) {
         return check_len("activations", k, x.len());
@@ -142,6 +156,7 @@ pub fn fake_quant_rows(x: &mut [f32], k: usize, grid: &InputGrid) -> Result<(), 
         };
         first = first.and(done);
         row.copy_from_slice(&out);
+        seen(i * run, &inside);
     }
     first
 }

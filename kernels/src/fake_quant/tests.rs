@@ -315,6 +315,22 @@ fn runs_of_a_token_have_scales_of_their_own() {
     x[3] = 75.0;
     fake_quant_rows(&mut x, 16, &grid).unwrap();
     assert_eq!((x[3], x[0]), (448.0 / global.unwrap() * 6.0, 448.0 / global.unwrap() * 0.5));
+    // With the mask: the same values, and closed where one clips.
+    let mut x = normal(3 * 96, 6);
+    x[100] = 75.0;
+    let (mut masked, mut inside) = (x.clone(), vec![9u8; x.len()]);
+    let want: Vec<u8> = x
+        .chunks(16)
+        .flat_map(|run| {
+            let (lo, hi) = run.iter().fold((0.0f32, 0.0f32), |(lo, hi), v| (lo.min(*v), hi.max(*v)));
+            let p = grid.run_qparams(lo, hi).unwrap();
+            run.iter().map(|v| u8::from(grid.args.fake_quantize(*v, p).1)).collect::<Vec<u8>>()
+        })
+        .collect();
+    fake_quant_rows_masked(&mut masked, 96, &grid, &mut inside).unwrap();
+    fake_quant_rows(&mut x, 96, &grid).unwrap();
+    assert_eq!((bits(&masked), &inside, inside[100]), (bits(&x), &want, 0));
+    assert!(fake_quant_rows_masked(&mut x, 96, &grid, &mut inside[1..]).is_err());
     assert!(matches!(
         fake_quant_rows(&mut [1.0; 24], 24, &dynamic(fp8)),
         Err(QuantError::GroupNotDividing { k: 24, group_size: 16 })

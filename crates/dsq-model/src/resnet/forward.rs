@@ -6,8 +6,9 @@
 //! multiplication and one addition: the runtime's i32 path gives the same bits.
 
 use super::grids::{GridLeaves, best_grid, gradient_factor};
-use super::prepare::{BnPlacement, LayerPlan, Prepared, RangeObserver};
+use super::prepare::{BnPlacement, LayerPlan, Prepared};
 use super::{BN_MOMENTUM, ResNet, ops};
+use crate::RangeObserver;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Gradients, Tensor, TensorData};
 use dsq_quant::{QParams, QuantArgs, QuantError, QuantizedMatrix};

@@ -60,13 +60,6 @@ pub(super) fn scale_gradient(x: Tensor<1>, by: f32) -> Tensor<1> {
     apply1(Arc::new(ScaleGradient(by)), x)
 }
 
-/// The smallest and largest value of a tensor.
-pub(super) fn range<const D: usize>(x: &Tensor<D>) -> (f32, f32) {
-    let op = Arc::new(Range(OnceLock::new()));
-    let _: Tensor<1> = apply1(op.clone(), x.clone().detach());
-    op.0.get().copied().unwrap_or_default()
-}
-
 #[derive(Debug)]
 struct Conv {
     stride: usize,
@@ -221,19 +214,5 @@ impl SliceOp for ScaleGradient {
 
     fn backward(&self, _x: &[Slice], g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
         vec![Some(g.iter().map(|g| g * self.0).collect())]
-    }
-}
-
-#[derive(Debug)]
-struct Range(OnceLock<(f32, f32)>);
-
-impl SliceOp for Range {
-    fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
-        let _ = self.0.set(conv::min_max(x[0].data));
-        (vec![0.0], vec![1])
-    }
-
-    fn backward(&self, _x: &[Slice], _g: &[f32], _wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
-        vec![None]
     }
 }

@@ -2,13 +2,9 @@
 //! conversion to codes. Not the forward pass (see `forward.rs`).
 
 use super::grids::Grids;
-use super::{Layer, ResNet, ops};
-use crate::llama::host;
-use burn::tensor::Tensor;
-use dsq_quant::{
-    MinMax, MovingAverage, Observer, ObserverKind, Percentile, QParams, QuantArgs, QuantConfig, QuantError,
-    QuantScheme, QuantizedMatrix,
-};
+use super::{Layer, ResNet};
+use crate::RangeObserver;
+use dsq_quant::{ObserverKind, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
 
 /// What the observers see of batch norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
@@ -41,93 +37,6 @@ pub struct QatSettings {
     /// Whether the scales of weights and activations are parameters (LSQ, LSQ+) instead of following observed ranges: only
     /// with batch norm skipped, and from [`ResNet::start_grids`] on.
     pub learned: bool,
-}
-
-/// One of the observers that a recipe names.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum RangeObserver {
-    /// Widest range.
-    MinMax(MinMax),
-    /// Moving average.
-    MovingAverage(MovingAverage),
-    /// Between two percentiles.
-    Percentile(Percentile),
-}
-
-impl RangeObserver {
-    /// That has seen nothing.
-    ///
-    /// # Errors
-    /// [`QuantError::Setting`] for a percentile out of range.
-    fn new(kind: ObserverKind, rate: f32) -> Result<Self, QuantError> {
-        Ok(match kind {
-            ObserverKind::MinMax => RangeObserver::MinMax(MinMax::default()),
-            ObserverKind::MovingAverage => RangeObserver::MovingAverage(MovingAverage::new(rate)),
-            ObserverKind::Percentile(p) => RangeObserver::Percentile(Percentile::new(p)?),
-        })
-    }
-
-    /// Takes the values of one batch.
-    ///
-    /// # Errors
-    /// [`QuantError::NonFinite`] where values are counted; where a range is followed such a value shows in the range.
-    pub(super) fn observe(&mut self, x: &Tensor<4>) -> Result<(), QuantError> {
-        let follow = |o: &mut dyn Observer| {
-            let (lo, hi) = ops::range(x);
-            o.observe(lo, hi);
-        };
-        match self {
-            RangeObserver::MinMax(o) => follow(o),
-            RangeObserver::MovingAverage(o) => follow(o),
-            RangeObserver::Percentile(o) => return o.observe(&host(x.clone())),
-        }
-        Ok(())
-    }
-
-    fn range(&self) -> Option<(f32, f32)> {
-        match self {
-            RangeObserver::MinMax(o) => o.range(),
-            RangeObserver::MovingAverage(o) => o.range(),
-            RangeObserver::Percentile(o) => o.range(),
-        }
-    }
-
-    /// The quantization parameters of the range so far.
-    ///
-    /// # Errors
-    /// [`QuantError::Setting`] before the first batch, or as [`QuantArgs::qparams`].
-    pub(super) fn qparams(&self, args: &QuantArgs) -> Result<QParams, QuantError> {
-        match self {
-            RangeObserver::MinMax(o) => o.qparams(args),
-            RangeObserver::MovingAverage(o) => o.qparams(args),
-            RangeObserver::Percentile(o) => o.qparams(args),
-        }
-    }
-
-    /// What a checkpoint keeps: the range `[lo, hi]`, or [`Percentile::state`]; nothing before the first batch.
-    fn state(&self) -> Vec<f32> {
-        match self {
-            RangeObserver::Percentile(o) => o.state(),
-            other => other.range().map_or(vec![], |(lo, hi)| vec![lo, hi]),
-        }
-    }
-
-    /// What gave this [`RangeObserver::state`]; `None` when nothing can have.
-    fn from_state(kind: ObserverKind, rate: f32, state: &[f32]) -> Option<Self> {
-        let range = match (kind, state) {
-            (ObserverKind::Percentile(p), _) => return Percentile::from_state(p, state).map(RangeObserver::Percentile),
-            (_, []) => None,
-            (_, &[lo, hi]) => Some((lo, hi)),
-            _ => return None,
-        };
-        let mut observer = Self::new(kind, rate).ok()?;
-        match (&mut observer, range) {
-            (RangeObserver::MinMax(o), Some((lo, hi))) => o.observe(lo, hi),
-            (RangeObserver::MovingAverage(o), _) => *o = MovingAverage::with_range(rate, range),
-            _ => {}
-        }
-        Some(observer)
-    }
 }
 
 /// A place where an activation is observed and quantized.

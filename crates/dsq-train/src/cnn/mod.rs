@@ -10,7 +10,7 @@ mod sgd;
 pub use run::run_cnn;
 
 use crate::idx::Pictures;
-use crate::{Distill, LearnedScales, TrainError};
+use crate::{Distill, InputRanges, LearnedScales, TrainError};
 use dsq_checkpoint::{CheckpointError, ExportTensor, ModelConfig, Proof, ResNetConfig, SourceRecord, export_folder};
 use dsq_model::resnet::{BnPlacement, ConvertedLayer, ResNet};
 use dsq_quant::{FloatType, ObserverKind, QuantConfig};
@@ -139,12 +139,7 @@ impl CnnTrainConfig {
         self.distill.as_ref().map_or(Ok(()), Distill::check)?;
         let hidden = self.distill.as_ref().map_or(0.0, |d| d.hidden_weight);
         check(hidden == 0.0, "qat.hidden_weight", "0 for an image model", hidden.to_string())?;
-        check(self.calibration_batches > 0, "calibration_batches", "at least 1", "0".into())?;
-        let rate = self.observer_rate;
-        check(rate > 0.0 && rate <= 1.0, "observer_rate", "more than 0, at most 1", rate.to_string())?;
-        if let ObserverKind::Percentile(p) = self.observer {
-            check(p > 50.0 && p <= 100.0, "qat.percentile", "above 50, at most 100", p.to_string())?;
-        }
+        self.ranges().check()?;
         check(self.save_every > 0, "save_every", "at least 1", "0".into())
     }
 
@@ -159,6 +154,16 @@ impl CnnTrainConfig {
             blank.prepare(run::settings(self, quant, placement)).map_err(run::quant_error)?;
         }
         Ok(())
+    }
+
+    /// How activation ranges are found, in one piece.
+    fn ranges(&self) -> InputRanges {
+        InputRanges {
+            calibration_batches: self.calibration_batches,
+            observer: self.observer,
+            rate: self.observer_rate,
+            freeze_step: self.freeze_ranges_step,
+        }
     }
 
     /// The phases of a seed, in order.

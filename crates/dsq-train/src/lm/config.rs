@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_quant::QuantConfig;
+use dsq_quant::{ObserverKind, QuantArgs, QuantConfig};
 use serde::{Deserialize, Serialize};
 
 /// One phase.
@@ -44,6 +44,9 @@ pub struct LmTrainConfig {
     /// Trains adapters in the place of weights in the QAT phase (LoRA); `None`: the weights themselves, and all else.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Adapters>,
+    /// How the ranges of static activations are found; `None`: the scheme has no such.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inputs: Option<InputRanges>,
     /// Whether to train the float model of equal tokens.
     pub float_equal_tokens: bool,
     /// Steps between checkpoints (one is also written at the end of each phase).
@@ -59,6 +62,21 @@ pub struct LearnedScales {
     /// Learning rate of scales as a share of their root mean square in the layer, and of zero points as a share of half
     /// the code range, at the peak of the schedule.
     pub rate: f64,
+}
+
+/// How the ranges of static activations are found: by an observer over batches of the float result, and by the same observer
+/// over the batches of QAT until they are frozen.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InputRanges {
+    /// Batches of the float result, at least 1.
+    pub calibration_batches: usize,
+    /// The observer.
+    pub observer: ObserverKind,
+    /// Rate of the moving average, more than 0, at most 1.
+    pub rate: f32,
+    /// QAT step (from 0) from which the ranges lie still.
+    pub freeze_step: usize,
 }
 
 /// Low-rank adapters: a quantized layer works with `w + alpha / rank * B A` on its grid, and only A and B are trained.
@@ -100,6 +118,30 @@ impl LearnedScales {
         }
         let (field, expected) = ("qat.scale_learning_rate".into(), "more than 0, less than 1".into());
         Err(TrainError::Setting { field, expected, got: self.rate.to_string() })
+    }
+}
+
+impl InputRanges {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] naming the recipe's key.
+    pub(crate) fn check(&self) -> Result<(), TrainError> {
+        let refuse = |field: &str, expected: &str, got: String| {
+            Err(TrainError::Setting { field: format!("qat.{field}"), expected: expected.into(), got })
+        };
+        if self.calibration_batches == 0 {
+            return refuse("calibration_batches", "at least 1", "0".into());
+        }
+        if !(self.rate > 0.0 && self.rate <= 1.0) {
+            return refuse("observer_rate", "more than 0, at most 1", self.rate.to_string());
+        }
+        match self.observer {
+            ObserverKind::Percentile(p) if !(p > 50.0 && p <= 100.0) => {
+                refuse("percentile", "above 50, at most 100", p.to_string())
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -201,6 +243,7 @@ impl LmTrainConfig {
         self.distill.as_ref().map_or(Ok(()), Distill::check)?;
         self.learned_scales.as_ref().map_or(Ok(()), LearnedScales::check)?;
         self.adapters.as_ref().map_or(Ok(()), Adapters::check)?;
+        self.inputs.as_ref().map_or(Ok(()), InputRanges::check)?;
         if self.save_every == 0 {
             let (expected, got) = ("at least 1".into(), "0".into());
             return Err(TrainError::Setting { field: "train.save_every".into(), expected, got });
@@ -211,8 +254,15 @@ impl LmTrainConfig {
     /// Checks what is trained against the layers that `quant` names.
     ///
     /// # Errors
-    /// [`TrainError::Setting`] for a rank above the lesser side of a quantized layer (the smallest one is named).
+    /// [`TrainError::Setting`] for a rank above the lesser side of a quantized layer (the smallest one is named), and for static
+    /// activations without [`LmTrainConfig::inputs`].
     pub fn check_quant(&self, model: &LlamaConfig, quant: &QuantConfig) -> Result<(), TrainError> {
+        let schemes = quant.overrides.iter().map(|(_, s)| s).chain([&quant.scheme]);
+        let fixed = schemes.filter_map(|s| s.activations).find(|a: &QuantArgs| !a.is_dynamic());
+        if let (None, Some(a)) = (&self.inputs, fixed) {
+            let expected = format!("an observer of the ranges of static {} activations", a.qtype.name());
+            return Err(TrainError::Setting { field: "qat.observer".into(), expected, got: "none".into() });
+        }
         let Some(Adapters { rank, .. }) = self.adapters else { return Ok(()) };
         let linears = ModelConfig::Llama(model.clone()).linears().into_iter();
         let quantized = linears.filter(|l| quant.scheme_for(&l.module).is_some());

@@ -3,9 +3,11 @@
 
 mod config;
 mod data;
+mod inputs;
 mod speed;
 
-pub use config::{Adapters, Distill, LearnedScales, LmPhase, LmTrainConfig};
+pub use config::{Adapters, Distill, InputRanges, LearnedScales, LmPhase, LmTrainConfig};
+pub use inputs::observe_inputs;
 pub use speed::{StepTimes, time_steps};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
@@ -16,6 +18,7 @@ use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::{HiddenTarget, LearnedGrid, Llama, Lora, Teacher};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
+use inputs::Inputs;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
@@ -78,7 +81,8 @@ pub struct Progress {
 pub struct LmOutcome {
     /// After the float phase.
     pub float: Llama,
-    /// After the QAT phase, fake quantization switched on, adapters merged into the weights. [`qat::release`] gives its master weights as a float model.
+    /// After the QAT phase, fake quantization switched on, static inputs on their grids, adapters merged into the weights. [`qat::release`]
+    /// gives its master weights as a float model.
     pub qat: Llama,
     /// After float training with the tokens of the QAT phase.
     pub float_equal_tokens: Option<Llama>,
@@ -115,16 +119,16 @@ pub fn train_lm(
         return Err(TrainError::Setting { field: "data.train".into(), expected, got: format!("{t} at token {at}") });
     }
     check_space(model, config, run)?;
-    let mut lm = Trainer::start(model, config, quant, run)?;
+    let mut lm = Trainer::start(model, tokens, config, quant, run)?;
     while lm.phase != Phase::Done {
-        lm.run_phase(tokens, run, on_step)?;
+        lm.run_phase(run, on_step)?;
     }
     let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t, &device())).transpose();
     let missing =
         || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
     let float = released(&lm.float)?.ok_or_else(missing)?;
     let trained = lm.qat.as_deref().ok_or_else(missing)?;
-    let prepared = qat::merge(lm.prepared(rebuild(model, trained, &device())?, trained)?);
+    let prepared = qat::merge(lm.prepared(rebuild(model, trained, &device())?, trained)?.0);
     let quantized = qat::convert(&prepared)?;
     let float_equal_tokens = match config.float_equal_tokens {
         true => Some(released(&lm.equal)?.ok_or_else(missing)?),
@@ -136,6 +140,7 @@ pub fn train_lm(
 /// A run in progress.
 struct Trainer<'a> {
     config: &'a LmTrainConfig,
+    tokens: &'a [u32],
     quant: &'a QuantConfig,
     phase: Phase,
     phase_step: usize,
@@ -147,30 +152,46 @@ struct Trainer<'a> {
     equal: Option<Vec<StateTensor>>,
     /// The float result, without gradients: the teacher of a QAT phase with distillation.
     teacher: Option<Llama>,
+    /// The static grids of inputs in a QAT phase, if there are such.
+    inputs: Option<Inputs>,
 }
 
 impl<'a> Trainer<'a> {
+    /// A new model at the start of `phase`.
+    ///
+    /// # Errors
+    /// [`TrainError`] for a scheme that does not fit the model.
+    fn new(
+        model: &LlamaConfig,
+        tokens: &'a [u32],
+        config: &'a LmTrainConfig,
+        quant: &'a QuantConfig,
+        phase: Phase,
+    ) -> Result<Self, TrainError> {
+        let model = Llama::new(model, config.seed, &device());
+        qat::check(&model, quant)?;
+        if config.learned_scales.is_some() {
+            qat::check_learnable(&model, quant)?;
+        }
+        let optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
+        let (float, qat, equal, teacher, inputs) = (None, None, None, None, None);
+        let mut new =
+            Self { config, tokens, quant, phase, phase_step: 0, model, optimizer, float, qat, equal, teacher, inputs };
+        new.prepare_phase(&[])?;
+        Ok(new)
+    }
+
     fn start(
         model: &LlamaConfig,
+        tokens: &'a [u32],
         config: &'a LmTrainConfig,
         quant: &'a QuantConfig,
         run: &mut RunDir,
     ) -> Result<Self, TrainError> {
-        let new = || {
-            let model = Llama::new(model, config.seed, &device());
-            let optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
-            (model, optimizer)
-        };
         let Some(snapshot) = run.latest()? else {
-            let (model, optimizer) = new();
-            qat::check(&model, quant)?;
-            if config.learned_scales.is_some() {
-                qat::check_learnable(&model, quant)?;
-            }
+            let new = Self::new(model, tokens, config, quant, Phase::Float)?;
             run.truncate_log(0)?;
-            let (float, qat, equal, teacher) = (None, None, None, None);
-            let phase = Phase::Float;
-            return Ok(Self { config, quant, phase, phase_step: 0, model, optimizer, float, qat, equal, teacher });
+            return Ok(new);
         };
         run.truncate_log(snapshot.step)?;
         let state: State = serde_json::from_value(snapshot.state).map_err(|e| TrainError::Artifact {
@@ -189,6 +210,7 @@ impl<'a> Trainer<'a> {
         optimizer.restore("adam.", &snapshot.tensors, state.phase_step as u64);
         let mut this = Self {
             config,
+            tokens,
             quant,
             phase: state.phase,
             phase_step: state.phase_step,
@@ -198,15 +220,20 @@ impl<'a> Trainer<'a> {
             qat: kept("qat."),
             equal: kept("float_equal_tokens."),
             teacher: None,
+            inputs: None,
         };
         this.prepare_phase(&under("current."))?;
         Ok(this)
     }
 
-    /// A model under fake quantization, with adapters and learned grids where the settings ask for them: those among
-    /// `tensors`, else new ones.
-    fn prepared(&self, model: Llama, tensors: &[StateTensor]) -> Result<Llama, TrainError> {
+    /// A model under fake quantization, with adapters, learned grids and static grids of inputs where the settings ask for them: those
+    /// among `tensors`, else new ones; the latter then come of the float model that `model` is.
+    fn prepared(&self, model: Llama, tensors: &[StateTensor]) -> Result<(Llama, Option<Inputs>), TrainError> {
+        let inputs = self.inputs_of(&model, tensors)?;
         let mut model = qat::prepare(model, self.quant)?;
+        if let Some(inputs) = &inputs {
+            model = qat::quantize_inputs(model, self.quant, &inputs.grids()?);
+        }
         let find = |name: String| tensors.iter().find(|t| t.name == name).map(|t| t.data.clone());
         if let Some(adapters) = &self.config.adapters {
             model = qat::adapt(model, adapters, self.config.seed);
@@ -218,7 +245,7 @@ impl<'a> Trainer<'a> {
         }
         if self.config.learned_scales.is_none() {
             // Adapters move what is put on the grid.
-            return Ok(qat::share_global_scales(model));
+            return Ok((qat::share_global_scales(model), inputs));
         }
         for (module, layer) in model.linears_mut() {
             match find(format!("{module}.{GRID_SCALE}")) {
@@ -230,14 +257,27 @@ impl<'a> Trainer<'a> {
                 None => layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?,
             }
         }
-        Ok(model)
+        Ok((model, inputs))
+    }
+
+    /// The observers of static inputs: those saved among `tensors`, else calibrated on `model`.
+    fn inputs_of(&self, model: &Llama, tensors: &[StateTensor]) -> Result<Option<Inputs>, TrainError> {
+        let Some(mut inputs) = Inputs::new(model.config(), self.quant, self.config)? else { return Ok(None) };
+        let saved = inputs.restore(tensors).map_err(|name| TrainError::Artifact {
+            path: "checkpoints".into(),
+            problem: format!("{name}: expected the state of the recipe's observer, got another"),
+        })?;
+        if !saved {
+            inputs.calibrate(model, self.tokens, self.config)?;
+        }
+        Ok(Some(inputs))
     }
 
     /// What a QAT phase needs, whether it begins or goes on (with what `tensors` hold): fake quantization, and the teacher.
     fn prepare_phase(&mut self, tensors: &[StateTensor]) -> Result<(), TrainError> {
-        self.teacher = None;
+        (self.teacher, self.inputs) = (None, None);
         if self.phase == Phase::Qat {
-            self.model = self.prepared(self.model.clone(), tensors)?;
+            (self.model, self.inputs) = self.prepared(self.model.clone(), tensors)?;
             if let (Some(_), Some(float)) = (&self.config.distill, &self.float) {
                 self.teacher = Some(rebuild(self.model.config(), float, &Device::flex())?);
             }
@@ -263,16 +303,11 @@ impl<'a> Trainer<'a> {
     }
 
     /// Runs the rest of the phase and enters the next one.
-    fn run_phase(
-        &mut self,
-        tokens: &[u32],
-        run: &mut RunDir,
-        on_step: &mut dyn FnMut(&Progress) -> Control,
-    ) -> Result<(), TrainError> {
+    fn run_phase(&mut self, run: &mut RunDir, on_step: &mut dyn FnMut(&Progress) -> Control) -> Result<(), TrainError> {
         let phase = self.settings();
         // The QAT phase and the float phase of equal tokens see the same samples in the same order.
         let stream = u64::from(self.phase != Phase::Float);
-        let mut windows = Windows::new(tokens, phase.seq_len, self.config.seed, stream);
+        let mut windows = Windows::new(self.tokens, phase.seq_len, self.config.seed, stream);
         let (before, total) = self.steps();
         while self.phase_step < phase.steps {
             let global_step = before + self.phase_step + 1;
@@ -322,20 +357,26 @@ impl<'a> Trainer<'a> {
         global_step: usize,
     ) -> Result<(f32, f64), TrainError> {
         let (ids, labels, b) = (Arc::new(ids), Arc::new(labels), phase.batch_size);
+        let seen = match &mut self.inputs {
+            Some(inputs) if inputs.follow(self.phase_step) => {
+                self.model.watched(ids.clone(), b, &mut |modules, x| inputs.observe(modules, x))?
+            }
+            _ => self.model.states_and_logits(ids.clone(), b),
+        };
         let loss = match (&self.teacher, &self.config.distill) {
             (Some(teacher), Some(d)) => {
                 let host = |t: Tensor<3>| t.into_data().try_into_vec::<f32>().expect("models are f32");
-                let (states, logits) = teacher.states_and_logits(ids.clone(), b);
+                let (states, logits) = teacher.states_and_logits(ids, b);
                 let hidden = (d.hidden_weight > 0.0).then(|| HiddenTarget {
                     states: states.into_iter().map(host).collect(),
                     weight: d.hidden_weight as f32,
                 });
                 let teacher = Teacher { logits: Arc::new(host(logits)), temperature: d.temperature as f32 };
-                self.model.distill_loss(ids, labels, b, teacher, d.weight as f32, hidden)
+                Llama::distill_loss_of(seen, labels, teacher, d.weight as f32, hidden)
             }
             _ => {
                 let count = labels.len();
-                self.model.loss(ids, labels, b, count)
+                Llama::loss_of(seen.1, labels, count)
             }
         };
         let value = loss.clone().into_data().try_to_vec::<f32>().map_or(f32::NAN, |v| v[0]);
@@ -370,7 +411,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn enter_next(&mut self) -> Result<(), TrainError> {
-        let done = weights(&self.model, "");
+        let done = self.tensors("");
         let config = self.model.config().clone();
         let phase = match self.phase {
             Phase::Float => {
@@ -395,8 +436,15 @@ impl<'a> Trainer<'a> {
         self.prepare_phase(&[])
     }
 
+    /// The model at work: weights, adapters, learned grids, observers of its inputs.
+    fn tensors(&self, prefix: &str) -> Vec<StateTensor> {
+        let mut out = weights(&self.model, prefix);
+        out.extend(self.inputs.iter().flat_map(|inputs| inputs.state(prefix)));
+        out
+    }
+
     fn snapshot(&self, step: usize) -> Snapshot {
-        let mut tensors = weights(&self.model, "current.");
+        let mut tensors = self.tensors("current.");
         tensors.extend(self.optimizer.state("adam."));
         for (prefix, kept) in [("float.", &self.float), ("qat.", &self.qat), ("float_equal_tokens.", &self.equal)] {
             tensors.extend(

@@ -2,12 +2,9 @@
 //! turn, on the same batches. Not a training run: nothing is kept.
 
 use super::data::Windows;
-use super::{BETAS, EPS, LmPhase, LmTrainConfig, Phase, Trainer, device};
+use super::{LmPhase, LmTrainConfig, Phase, Trainer};
 use crate::TrainError;
-use crate::adamw::AdamW;
-use crate::qat;
 use dsq_checkpoint::LlamaConfig;
-use dsq_model::Llama;
 use dsq_quant::QuantConfig;
 use std::time::{Duration, Instant};
 
@@ -26,7 +23,7 @@ pub struct StepTimes {
 }
 
 /// Times `steps` steps of the QAT phase's size, forward, backward and update, of a new model with and without fake
-/// quantization (learned scales and adapters as `config` says; cross-entropy in both, so that no teacher runs). They take turns, and
+/// quantization (learned scales, adapters and static inputs as `config` says; cross-entropy in both, so that no teacher runs). They take turns, and
 /// the one that goes first changes each time.
 ///
 /// # Errors
@@ -43,19 +40,7 @@ pub fn time_steps(
     let steps = steps + WARM_UP;
     let phase = LmPhase { steps, warmup_steps: config.qat.warmup_steps.min(steps), ..config.qat.clone() };
     let config = LmTrainConfig { float: phase.clone(), qat: phase.clone(), distill: None, ..config.clone() };
-    let start = |phase| -> Result<Trainer, TrainError> {
-        let model = Llama::new(model, config.seed, &device());
-        qat::check(&model, quant)?;
-        if config.learned_scales.is_some() {
-            qat::check_learnable(&model, quant)?;
-        }
-        let optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
-        let (float, qat, equal, teacher) = (None, None, None, None);
-        let mut trainer =
-            Trainer { config: &config, quant, phase, phase_step: 0, model, optimizer, float, qat, equal, teacher };
-        trainer.prepare_phase(&[])?;
-        Ok(trainer)
-    };
+    let start = |phase| Trainer::new(model, tokens, &config, quant, phase);
     let (mut float, mut qat) = (start(Phase::Float)?, start(Phase::Qat)?);
     let mut windows = Windows::new(tokens, phase.seq_len, config.seed, 0);
     let mut times = StepTimes { tokens: phase.tokens(), ..StepTimes::default() };

@@ -10,7 +10,7 @@
 use super::{PtqMethod, Run, device};
 use crate::TrainError;
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GridRates, rms};
+use crate::qat::{GridRates, quantize_inputs, rms};
 use crate::random::permutation;
 use crate::schedule::learning_rate;
 use burn::module::Module;
@@ -249,7 +249,7 @@ impl Run<'_> {
                 norm.set_values(changed.values.clone());
             }
         }
-        let mut student = self.outcome.put_inputs(student, self.settings.config).freeze_floats();
+        let mut student = quantize_inputs(student, self.settings.config, &self.outcome.inputs).freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
         for (module, linear) in student.linears_mut() {
             let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));

@@ -200,7 +200,7 @@ impl Hessian {
     #[cfg(test)]
     pub(crate) fn from_matrix(k: usize, sum: Vec<f64>) -> Self {
         assert_eq!(sum.len(), k * k);
-        Self { k, sum, magnitude: vec![1.0; k], range: vec![[0.0; 2]; k], tokens: 1 }
+        Self { k, sum, magnitude: vec![1.0; k], range: vec![[0.0; 2]; k], tokens: 1, drift: Vec::new() }
     }
 }
 

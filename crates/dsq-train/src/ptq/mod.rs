@@ -185,18 +185,7 @@ impl PtqOutcome {
             }
         }
         let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
-        Llama::from_tensors(float.config(), &device(), find).map(|m| self.put_inputs(m, config))
-    }
-
-    /// Puts the inputs of a model's layers on their grids, dynamic and static ones.
-    fn put_inputs(&self, model: Llama, config: &QuantConfig) -> Llama {
-        let mut model = quantize_inputs(model, config);
-        for (name, linear) in model.linears_mut() {
-            if let Some((_, grid)) = self.inputs.iter().find(|(m, _)| *m == name) {
-                linear.set_inputs(Some(*grid));
-            }
-        }
-        model
+        Llama::from_tensors(float.config(), &device(), find).map(|m| quantize_inputs(m, config, &self.inputs))
     }
 }
 
