@@ -1,7 +1,7 @@
 //! Learned rounding of a block, AutoRound's way: each weight may be moved by at most half a step before it is rounded, and
 //! each scale (and zero point) by a share of itself; signs of gradients say which way, so that a code goes up or down by what it does
-//! to the block's outputs, and no weight leaves its two nearest codes. Not the walk over blocks (see `blockwise.rs`, which trains
-//! weights freely instead).
+//! to the block's outputs, and no weight leaves its two nearest codes. The steps serve convolutions too (`cnn/learned.rs`). Not the walk over
+//! blocks (see `blockwise.rs`, which trains weights freely instead).
 //!
 //! Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs" (arXiv:2309.05516): rate
 //! `1 / steps`, falling linearly to 0 (taken in the middle of each step, so that all of them add up to a half), of steps of the code for rounding and of the first scale for the scale, so that neither can

@@ -3,10 +3,11 @@
 //! row is `e H e^T`, with `e` what the rounded row is off from the refitted one, and its gradient `2 e H` is one matrix product.
 //! No pass over pictures, no autodiff.
 //!
-//! Why not AdaRound's rectified sigmoid (Nagel et al., arXiv:2004.10568): on ten of the pictures of docs/results.md with a
-//! thousand steps of Adam for each layer, at the regularisation that did best of those tried, its `e H e^T` was lower in five of
-//! the first fourteen dense layers and higher in nine, and it took five times the products. It leaves scales as they are;
-//! signed steps with fixed scales were worse than it in all fourteen.
+//! Why not AdaRound's rectified sigmoid (Nagel et al., arXiv:2004.10568): a prototype with a thousand steps of Adam for each layer
+//! (on `H + lambda I` of the refit; ten of the pictures of docs/results.md, the best of four settings) had a lower `e H e^T` in six of
+//! the first fourteen dense layers and a higher one in eight, for five times the products: not clearly better. It leaves scales
+//! as they are; signed steps with fixed scales were worse than it in all fourteen. What a thousand signed steps give, or a
+//! sigmoid with trained scales, was not measured.
 
 use super::round::Refitted;
 use crate::ptq::autoround::{Latent, rate};
