@@ -69,12 +69,14 @@ fn twenty_pictures_keep_their_classes_at_four_and_eight_bits() {
     assert!(w4 <= 6.0, "plain rounding to four bits is not expected to work: {w4} of 20");
     let w8 = quantize("w8", &["--scheme", "W8A8", "--method", "rtn"]);
     assert!(top1(&w8, &model, &pictures)[0] >= 17.0);
-    let w4 = quantize("w4", &["--scheme", "W4A8", "--method", "gptq", "--equalize", "--correct-bias"]);
-    let [top, _, agreement] = top1(&w4, &model, &pictures);
-    assert!(top >= 15.0 && agreement >= 15.0, "{top} of 20, agreement {agreement}");
-    assert!(works(&["inspect", text(&w4)]).contains("INT4 channel, F32 scales, 8-bit input"));
-    let proof = std::fs::read_to_string(w4.join("dsq-proof.json")).unwrap();
-    assert!(proof.contains("batch norm folded in, channels equalised"));
+    for method in ["gptq", "autoround"] {
+        let w4 = quantize(method, &["--scheme", "W4A8", "--method", method, "--equalize", "--correct-bias"]);
+        let [top, _, agreement] = top1(&w4, &model, &pictures);
+        assert!(top >= 15.0 && agreement >= 15.0, "{method}: {top} of 20, agreement {agreement}");
+        assert!(works(&["inspect", text(&w4)]).contains("INT4 channel, F32 scales, 8-bit input"));
+        let proof = std::fs::read_to_string(w4.join("dsq-proof.json")).unwrap();
+        assert!(proof.contains("batch norm folded in, channels equalised"));
+    }
 }
 
 #[test]
@@ -90,7 +92,12 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails_with(&[], 2, "--calib: ranges of activations are measured on pictures");
     fails_with(&["--calib", text(dir.path())], 3, "expected 1 to 128 files");
     fails_with(&["--granularity", "group"], 2, "--granularity: expected channel");
-    fails_with(&["--method", "awq", "--calib", text(dir.path())], 2, "--method: expected rtn or gptq");
+    fails_with(&["--method", "awq", "--calib", text(dir.path())], 2, "--method: expected rtn, gptq or autoround");
+    fails_with(
+        &["--method", "autoround", "--epochs", "2", "--calib", text(dir.path())],
+        2,
+        "--epochs: not for an image",
+    );
     fails_with(&["--ignore", "conv"], 2, "expected patterns that match a layer");
     fails_with(&["--calib-tokens", "5"], 2, "--calib-tokens: not for an image model");
     fails_with(&["--activation-percentile", "50"], 2, "--activation-percentile: percentile: expected above 50");
@@ -179,11 +186,14 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
     let run = |scheme: &QuantConfig, method, equalize| run_at(scheme, method, equalize, None);
     // Of the wide layers only the first are quantized: the factors of the last take minutes of nothing new.
     let some = ["re:_blocks\\.(1[0-5]|[6-9]).*", "_conv_head", "_fc"].map(String::from);
-    for (i, (name, method, equalize)) in
-        [("W4A8", CnnMethod::Gptq, true), ("W8A8", CnnMethod::Rtn, false), ("W8A16", CnnMethod::Rtn, true)]
-            .into_iter()
-            .enumerate()
-    {
+    let runs = [
+        ("W4A8", CnnMethod::Gptq, true),
+        ("W4A8", CnnMethod::AutoRound, true),
+        ("W8A8", CnnMethod::Rtn, false),
+        ("W8A8", CnnMethod::AutoRound, false),
+        ("W8A16", CnnMethod::Rtn, true),
+    ];
+    for (i, (name, method, equalize)) in runs.into_iter().enumerate() {
         let scheme = QuantScheme::preset(name, Granularity::PerChannel, FloatType::F32).unwrap();
         let scheme = QuantConfig::new(scheme, &some).unwrap();
         let outcome = run(&scheme, method, equalize);

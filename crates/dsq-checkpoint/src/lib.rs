@@ -26,6 +26,8 @@ pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelCo
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder};
 pub use groups::check_groups;
+#[cfg(fuzzing)]
+pub use pytorch::read_pytorch;
 pub use quantization::{QuantizationConfig, QuantizationGroup};
 pub use safetensors::SafetensorsFile;
 pub use tensor::{ConversionLoss, Dtype, NamedTensor, TensorData, TensorInfo, conversion_loss};

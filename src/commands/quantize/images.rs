@@ -51,9 +51,12 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
     let method = match args.method {
         Method::Rtn => CnnMethod::Rtn,
         Method::Gptq => CnnMethod::Gptq,
-        Method::Awq | Method::Gptaq | Method::Blockwise | Method::Autoround => {
+        Method::Autoround => CnnMethod::AutoRound,
+        Method::Awq | Method::Gptaq | Method::Blockwise => {
             let got = calibrated::name(args.method);
-            return Err(CliError::usage(format!("--method: expected rtn or gptq for an image model, got {got}")));
+            return Err(CliError::usage(format!(
+                "--method: expected rtn, gptq or autoround for an image model, got {got}"
+            )));
         }
     };
     let config = quant_config(args, model)?;

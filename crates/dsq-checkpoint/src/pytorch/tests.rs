@@ -20,13 +20,18 @@ fn ints(items: &[i32]) -> Vec<u8> {
 
 /// `_rebuild_tensor_v2` of storage `key` with `n` elements.
 fn tensor(kind: &str, key: &str, n: i32, offset: i32, shape: &[i32], stride: &[i32]) -> Vec<u8> {
+    tensor_of(kind, key, n, offset, [ints(shape), ints(stride)])
+}
+
+/// The same of pickled sizes and strides.
+fn tensor_of(kind: &str, key: &str, n: i32, offset: i32, [shape, stride]: [Vec<u8>; 2]) -> Vec<u8> {
     let id = [
         tuple(&[text("storage"), format!("ctorch\n{kind}\n").into(), text(key), text("cpu"), int(n), b"N".to_vec()]),
         b"Q".to_vec(),
     ]
     .concat();
     let hooks = b"ccollections\nOrderedDict\n)R".to_vec();
-    let arguments = tuple(&[id, int(offset), ints(shape), ints(stride), vec![0x89], hooks]);
+    let arguments = tuple(&[id, int(offset), shape, stride, vec![0x89], hooks]);
     [b"ctorch._utils\n_rebuild_tensor_v2\n".to_vec(), arguments, b"R".to_vec()].concat()
 }
 
@@ -159,6 +164,17 @@ fn tensors_outside_their_storage_are_refused_with_the_numbers() {
     refused(&one(0, &[1], &[-1]), "at least 0");
     refused(&one(0, &[1, 1], &[1]), "a stride for each dimension");
     refused(&one(0, &[1; 9], &[1; 9]), "at least 0");
+}
+
+#[test]
+fn a_tensor_without_elements_may_have_any_other_sizes() {
+    // Their product overflows, which a build with overflow checks (as of `fuzz/`) does not forgive.
+    let big = [b"\x8a\x08".as_slice(), &(1i64 << 40).to_le_bytes()].concat();
+    let sizes = [tuple(&[int(0), big.clone(), big.clone()]), tuple(&[int(1), big, int(1)])];
+    let state = dict(&[("w", tensor_of("FloatStorage", "a", 6, 0, sizes))]);
+    let (_dir, f) = open(&file(state, &["a"], &storage(&SIX))).unwrap();
+    assert!(values(&f, "w").is_empty());
+    assert_eq!(f.info("w").unwrap().bytes, 0);
 }
 
 #[test]

@@ -231,7 +231,7 @@ fn weighted_params(
 }
 
 /// The output error of each row.
-fn row_errors(w: &[f32], matrix: &QuantizedMatrix, h: &Hessian) -> Vec<f64> {
+pub(super) fn row_errors(w: &[f32], matrix: &QuantizedMatrix, h: &Hessian) -> Vec<f64> {
     let values = matrix.dequantize();
     let errors: Vec<f32> = w.iter().zip(values).map(|(w, v)| w - v).collect();
     h.output_errors(&errors)

@@ -1,6 +1,6 @@
 //! Post-training quantization of a convolutional network (EfficientNet-Lite0) on pictures without labels: batch norm folded,
-//! channels equalised (`equalize.rs`), static activation ranges, codes rounded or learned against the outputs (`round.rs`),
-//! biases corrected. Not the reading of pictures, not the export, not the language models' walk (`ptq/mod.rs`).
+//! channels equalised (`equalize.rs`), static activation ranges, codes rounded or chosen for the outputs (`round.rs`,
+//! `learned.rs`), biases corrected. Not the reading of pictures, not the export, not the language models' walk (`ptq/mod.rs`).
 //!
 //! The walk is layer by layer, with two streams of all pictures: what the float network makes, and what the layers quantized
 //! so far make of the same pictures. A layer is fitted to the float stream's outputs on the quantized stream's inputs, so it
@@ -8,6 +8,7 @@
 //! its logits are bit-equal to those of the exported folder.
 
 mod equalize;
+mod learned;
 mod round;
 
 use crate::TrainError;
@@ -23,6 +24,8 @@ pub enum CnnMethod {
     Rtn,
     /// Weights refitted to the float outputs, then GPTQ.
     Gptq,
+    /// Weights refitted to the float outputs, then learned rounding: AutoRound, see `learned.rs`.
+    AutoRound,
 }
 
 /// What is quantized, and how.
@@ -225,7 +228,8 @@ impl Walk<'_> {
                 let fitted = Fitted { conv: &conv, input: &input, step, target: &target, weight: &w.weight };
                 Some(match self.settings.method {
                     CnnMethod::Rtn => QuantizedMatrix::quantize(&w.weight, n, conv.k(), scheme.weights)?,
-                    CnnMethod::Gptq => fitted.codes(scheme.weights, self.settings.correct_bias)?,
+                    CnnMethod::Gptq => fitted.codes(scheme.weights, self.settings.correct_bias, round::gptq)?,
+                    CnnMethod::AutoRound => fitted.codes(scheme.weights, self.settings.correct_bias, learned::round)?,
                 })
             }
         };

@@ -1,9 +1,9 @@
-//! The codes of one convolution, learned against the outputs that it should give. GPTQ itself is `gptq.rs`; this makes its
-//! inputs of pictures and pixels. Not the walk over the network.
+//! The codes of one convolution, learned against the outputs that it should give. GPTQ itself is `gptq.rs`, learned rounding
+//! `learned.rs`; this makes their inputs of pictures and pixels. Not the walk over the network.
 //!
 //! With `x` the inputs of an output pixel (on the quantized stream, less their mean where the bias will take that up) and `d`
-//! what the float weight `W` then misses of the target, the weight that fits best is `W + D X^T (X X^T + lambda I)^-1`. GPTQ
-//! rounds that one. `lambda` is a tenth of the mean diagonal: there are fewer pixels than inputs in the last blocks, and what
+//! what the float weight `W` then misses of the target, the weight that fits best is `W + D X^T (X X^T + lambda I)^-1`. That
+//! one is rounded. `lambda` is a tenth of the mean diagonal: there are fewer pixels than inputs in the last blocks, and what
 //! pictures do not say about a weight must leave it alone.
 
 use crate::ptq::hessian::Hessian;
@@ -18,6 +18,24 @@ use rayon::prelude::*;
 const PIXELS: usize = 256;
 /// `lambda`, as a share of the mean diagonal.
 const RIDGE: f64 = 0.1;
+
+/// A weight that fits the outputs best, and what its codes are judged by.
+pub(super) struct Refitted {
+    /// `[n, k]`.
+    pub weight: Vec<f32>,
+    pub n: usize,
+    pub k: usize,
+    /// Of the inputs.
+    pub h: Hessian,
+}
+
+/// Chooses codes, one scale for each row.
+pub(super) type Choose = fn(&Refitted, QuantArgs) -> Result<QuantizedMatrix, QuantError>;
+
+/// GPTQ's codes.
+pub(super) fn gptq(r: &Refitted, args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+    Ok(gptq_quantize(&r.weight, r.n, r.k, &r.h, Factor::new(&r.h).as_ref(), args)?.0)
+}
 
 /// A layer, what it reads and what it should give.
 #[derive(Clone, Copy)]
@@ -34,7 +52,7 @@ pub(super) struct Fitted<'a> {
 
 impl Fitted<'_> {
     /// Codes for the weight; `centred`: means do not matter.
-    pub(super) fn codes(&self, args: QuantArgs, centred: bool) -> Result<QuantizedMatrix, QuantError> {
+    pub(super) fn codes(&self, args: QuantArgs, centred: bool, choose: Choose) -> Result<QuantizedMatrix, QuantError> {
         let (conv, n) = (self.conv, self.conv.n);
         let (mut rows, each) = conv.columns(self.input, PIXELS);
         rows.iter_mut().for_each(|v| *v *= self.step);
@@ -43,7 +61,10 @@ impl Fitted<'_> {
             centre(&mut rows, conv.kernel * conv.kernel * conv.c);
             centre(&mut missing, n);
         }
-        if conv.depthwise { self.depthwise(&rows, &missing, args) } else { self.dense(rows, &missing, args) }
+        match conv.depthwise {
+            true => self.depthwise(&rows, &missing, args, choose),
+            false => self.dense(rows, &missing, args, choose),
+        }
     }
 
     /// What the float weight misses of the target on the layer's inputs, `[m * each, n]`, at the pixels of `columns`.
@@ -57,19 +78,30 @@ impl Fitted<'_> {
             .collect()
     }
 
-    fn dense(&self, rows: Vec<f32>, missing: &[f32], args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+    fn dense(
+        &self,
+        rows: Vec<f32>,
+        missing: &[f32],
+        args: QuantArgs,
+        choose: Choose,
+    ) -> Result<QuantizedMatrix, QuantError> {
         let (conv, n, k) = (self.conv, self.conv.n, self.conv.k());
         let rows = stored_order(rows, conv.kernel * conv.kernel, conv.c);
         let mut h = Hessian::new(k);
         h.add(&rows);
         let count = rows.len() / k;
         let cross = matmul(Strided::rows(missing, n).t(), Strided::rows(&rows, k), [n, k, count]);
-        let weight = refit(self.weight, &cross, &h, RIDGE);
-        Ok(gptq_quantize(&weight, n, k, &h, Factor::new(&h).as_ref(), args)?.0)
+        choose(&Refitted { weight: refit(self.weight, &cross, &h, RIDGE), n, k, h }, args)
     }
 
     /// Every channel is a layer of its own with one output.
-    fn depthwise(&self, rows: &[f32], missing: &[f32], args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+    fn depthwise(
+        &self,
+        rows: &[f32],
+        missing: &[f32],
+        args: QuantArgs,
+        choose: Choose,
+    ) -> Result<QuantizedMatrix, QuantError> {
         let (n, k) = (self.conv.n, self.conv.k());
         let one = |j: usize| {
             let inputs: Vec<f32> =
@@ -81,7 +113,7 @@ impl Fitted<'_> {
                 cross.iter_mut().zip(x).for_each(|(c, x)| *c += x * d);
             }
             let weight = refit(&self.weight[j * k..(j + 1) * k], &cross, &h, RIDGE);
-            Ok(gptq_quantize(&weight, 1, k, &h, Factor::new(&h).as_ref(), args)?.0)
+            choose(&Refitted { weight, n: 1, k, h }, args)
         };
         let channels = (0..n).into_par_iter().map(one).collect::<Result<Vec<_>, QuantError>>()?;
         let mut out = QuantizedMatrix {
@@ -122,6 +154,7 @@ fn stored_order(rows: Vec<f32>, taps: usize, c: usize) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::learned;
     use super::*;
     use crate::ptq::tests::{normal, with_threads};
     use dsq_quant::{FloatType, Granularity};
@@ -146,15 +179,20 @@ mod tests {
             let weight = normal(n * conv.k(), 3);
             let target = conv.forward(&x, &weight);
             let fitted = Fitted { conv: &conv, input: &off, step: 0.05, target: &target, weight: &weight };
-            let run = |threads| with_threads(threads, || fitted.codes(args, true).unwrap());
-            let learned = run(1);
-            assert_eq!(run(3), learned);
             let rounded = QuantizedMatrix::quantize(&weight, n, conv.k(), args).unwrap();
-            // GPTQ alone: nothing is missing where the target is what the float weight gives on these inputs.
-            let own: Vec<f32> = conv.forward(&off, &weight).iter().map(|v| v * 0.05).collect();
-            let gptq = Fitted { target: &own, ..fitted }.codes(args, true).unwrap();
-            let [learned, gptq, rounded] = [learned, gptq, rounded].map(|q| error(&fitted, &q.dequantize()));
-            assert!(learned < gptq && gptq < rounded, "kernel {kernel}: {learned}, GPTQ {gptq}, rounding {rounded}");
+            for choose in [gptq as Choose, learned::round] {
+                let run = |threads| with_threads(threads, || fitted.codes(args, true, choose).unwrap());
+                let learned = run(1);
+                assert_eq!(run(3), learned);
+                // Without the refit: nothing is missing where the target is what the float weight gives on these inputs.
+                let own: Vec<f32> = conv.forward(&off, &weight).iter().map(|v| v * 0.05).collect();
+                let alone = Fitted { target: &own, ..fitted }.codes(args, true, choose).unwrap();
+                let [learned, alone, rounded] = [&learned, &alone, &rounded].map(|q| error(&fitted, &q.dequantize()));
+                assert!(
+                    learned < alone && alone < rounded,
+                    "kernel {kernel}: {learned}, not refitted {alone}, rounding {rounded}"
+                );
+            }
         }
     }
 
