@@ -209,6 +209,10 @@ fn the_phases_follow_one_another_and_learn() {
     // The same samples in the same order, at the same rates.
     let rates = |p: Phase| seen.iter().filter(|s| s.phase == p).map(|s| s.learning_rate).collect::<Vec<_>>();
     assert_eq!(rates(Phase::Qat), rates(Phase::FloatEqualTokens));
+    // Evaluated for thousands of windows and never differentiated: nothing may be kept of a pass.
+    for model in [&out.float, &out.qat, out.float_equal_tokens.as_ref().unwrap()] {
+        assert!(!model.logits(Arc::new(vec![1, 2, 3]), 1).is_autodiff());
+    }
     assert!(out.float.linears().iter().all(|l| l.1.quant().is_none()));
     assert!(out.qat.linears().iter().all(|l| l.1.quant().is_some()));
     assert_eq!(out.quantized.len(), 14);

@@ -13,6 +13,7 @@ pub use speed::{StepTimes, time_steps};
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
 use crate::qat::{GRID_GLOBAL, GRID_SCALE, GRID_ZERO, GridRates, LORA_A, LORA_B};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
+use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
@@ -76,7 +77,8 @@ pub struct Progress {
     pub tokens: usize,
 }
 
-/// The trained models.
+/// The trained models, without gradients: what Burn records of a forward pass for these is let go by backward passes alone, so that
+/// evaluating a model that has them fills the memory.
 #[derive(Debug, Clone)]
 pub struct LmOutcome {
     /// After the float phase.
@@ -123,12 +125,12 @@ pub fn train_lm(
     while lm.phase != Phase::Done {
         lm.run_phase(run, on_step)?;
     }
-    let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t, &device())).transpose();
+    let released = |t: &Option<Vec<StateTensor>>| t.as_ref().map(|t| rebuild(model, t, &Device::flex())).transpose();
     let missing =
         || TrainError::Artifact { path: run.path().into(), problem: "the last checkpoint lacks a phase".into() };
     let float = released(&lm.float)?.ok_or_else(missing)?;
     let trained = lm.qat.as_deref().ok_or_else(missing)?;
-    let prepared = qat::merge(lm.prepared(rebuild(model, trained, &device())?, trained)?.0);
+    let prepared = qat::merge(lm.prepared(rebuild(model, trained, &device())?, trained)?.0).valid();
     let quantized = qat::convert(&prepared)?;
     let float_equal_tokens = match config.float_equal_tokens {
         true => Some(released(&lm.equal)?.ok_or_else(missing)?),
