@@ -312,31 +312,39 @@ fn read_lm_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
     Ok(distill.map(|d| Distill { hidden_weight, ..d }))
 }
 
-/// The observer of static activations.
-fn read_observer(qat: &mut Section) -> Result<ObserverKind, CliError> {
+/// The observer of static activations, and the rate of a moving average.
+fn read_observer(qat: &mut Section) -> Result<(ObserverKind, f32), CliError> {
     // Absent: 0, which the range does not hold.
     let given = qat.number("percentile", 50.0..=100.0, Some(0.0))?;
     let percentile = ObserverKind::Percentile(if given == 0.0 { 99.99 } else { given });
+    let rated = qat.given("observer_rate");
+    let rate = qat.number("observer_rate", 1e-6..=1.0, Some(0.05))?;
     let choices = [
         ("moving_average", ObserverKind::MovingAverage),
         ("min_max", ObserverKind::MinMax),
         ("percentile", percentile),
     ];
     let observer = qat.choice("observer", &choices, Some(ObserverKind::MovingAverage))?;
-    if given != 0.0 && observer != percentile {
-        let name = choices.iter().find(|c| c.1 == observer).map_or("another", |c| c.0);
-        let problem = "percentile: expected observer = \"percentile\" beside it, got";
-        return Err(qat.error(format!("{problem} percentile = {given} and observer = {name:?}")));
+    let name = choices.iter().find(|c| c.1 == observer).map_or("another", |c| c.0);
+    for (key, said, value, owner) in
+        [("percentile", given != 0.0, given, "percentile"), ("observer_rate", rated, rate, "moving_average")]
+    {
+        if said && name != owner {
+            let problem = format!("{key}: expected observer = {owner:?} beside it, got");
+            return Err(qat.error(format!("{problem} {key} = {value} and observer = {name:?}")));
+        }
     }
-    Ok(observer)
+    Ok((observer, rate as f32))
 }
 
 /// How the ranges of static activations are found; `freeze_step`: from when they lie still unless something is said.
 fn read_ranges(qat: &mut Section, freeze_step: usize) -> Result<InputRanges, CliError> {
+    let calibration_batches = qat.count("calibration_batches", 1..=100_000, Some(8))?;
+    let (observer, rate) = read_observer(qat)?;
     Ok(InputRanges {
-        calibration_batches: qat.count("calibration_batches", 1..=100_000, Some(8))?,
-        observer: read_observer(qat)?,
-        rate: qat.number("observer_rate", 1e-6..=1.0, Some(0.05))? as f32,
+        calibration_batches,
+        observer,
+        rate,
         freeze_step: qat.count("freeze_ranges_step", 0..=i64::MAX, Some(freeze_step as i64))?,
     })
 }
@@ -457,6 +465,7 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     // Weights of image models have no zero points, their activations always have.
     let asymmetric = language && quant.boolean("asymmetric", false)?;
     let asymmetric_activations = language && quant.boolean("asymmetric_activations", false)?;
+    let said = quant.given("static_activations");
     let static_activations = language && quant.boolean("static_activations", false)?;
     let ignore = quant.strings("ignore")?;
     for text in &ignore {
@@ -465,6 +474,10 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     let mut scheme = QuantScheme::preset(&name, granularity, scale_dtype).map_err(|e| quant.error(e))?;
     if language {
         scheme = if static_activations { scheme.for_tensor() } else { scheme.for_tokens() };
+    }
+    if language && said && !static_activations && scheme.activations.is_some_and(|a| !a.is_dynamic()) {
+        let expected = format!("expected true or no such key, because {name} has static activations");
+        return Err(quant.error(format!("static_activations: {expected}, got false")));
     }
     if static_activations && scheme.activations.is_none_or(|a| a.is_dynamic()) {
         let expected = "expected a scheme with INT8 activations (W8A8 or W4A8), or FP8, W4A4 or NVFP4";

@@ -632,6 +632,17 @@ fn recipes_train_zero_points_and_activations_of_every_kind() {
         (&["qat.observer=min_max"], &["observer: expected no such key", "quant.static_activations", "got \"min_max\""]),
         (&["quant.scheme=W8A8", "qat.freeze_ranges_step=1"], &["freeze_ranges_step: expected no such key", "got 1"]),
         (&["quant.scheme=W4A4", "qat.percentile=99"], &["percentile: expected observer = \"percentile\""]),
+        (
+            &["quant.scheme=W4A4", "qat.observer=min_max", "qat.observer_rate=0.5"],
+            &[
+                "observer_rate: expected observer = \"moving_average\"",
+                "observer_rate = 0.5 and observer = \"min_max\"",
+            ],
+        ),
+        (
+            &["quant.scheme=W4A4", "quant.static_activations=false"],
+            &["static_activations: expected true or no such key", "W4A4", "got false"],
+        ),
         (&["quant.scheme=W4A4", "qat.calibration_batches=0"], &["calibration_batches", "from 1", "got 0"]),
         (&["quant.scheme=W4A4", "quant.ignore=[\"k_proj\"]"], &["q_proj", "k_proj", "one form of it", "INT4", "float"]),
     ] {
