@@ -117,7 +117,7 @@ enum Method {
     Gptaq,
     /// Scale input columns by their magnitude in --calib, then round to nearest.
     Awq,
-    /// Train weights, scales and zero points on the grid against the float model, from GPTQ's codes on: block by block,
+    /// Train weights, scales and zero points on the grid against the float model, from gptaq's codes on: block by block,
     /// then (--steps) all together.
     Blockwise,
     /// Learn for each weight whether it is rounded up or down, and the scales, from the signs of gradients: block by block
@@ -335,7 +335,7 @@ fn weight_scheme(
     if scheme.weights.has_global_scale() {
         let problem = "layers share a global scale, which the search for AWQ's scales does not know";
         if args.method == Method::Awq {
-            let expected = format!("rtn, gptq, autoround or blockwise for {name}");
+            let expected = format!("rtn, gptq, gptaq, autoround or blockwise for {name}");
             return Err(CliError::usage(format!("--method: {problem}; expected {expected}, got awq")));
         }
         if args.calibration.scales_by_awq() {

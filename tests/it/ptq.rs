@@ -253,7 +253,7 @@ fn c022_f088_what_cannot_work_is_refused_before_any_work() {
             &["quantize", model, option, "12", "--group-size", "32"],
             &out,
             2,
-            &[option, "gptq, awq, blockwise or autoround"],
+            &[option, "gptq, gptaq, awq, blockwise or autoround"],
         );
     }
     let gptq = ["quantize", model, "--method", "gptq", "--calib", calib];

@@ -318,7 +318,7 @@ fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
         let [a, b] = [&gptq, &trained]
             .map(|o| distance(&float, &host(o.model(&llama, &plain()).unwrap().logits(ids.clone(), 15))));
         assert!(b < a, "{scheme}: GPTQ {a}, block-wise {b}");
-        // What is told is true: GPTQ's codes where a block is not better, and never a worse block.
+        // What is told is true: the codes of the start where a block is not better, and never a worse block.
         assert_eq!(trained.blocks.len(), 2);
         assert!(trained.blocks.iter().all(|f| f.kept == (f.after < f.before)), "{:?}", trained.blocks);
         assert!(trained.blocks.iter().any(|f| f.kept) && trained.end_to_end.is_some());

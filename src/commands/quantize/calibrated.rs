@@ -25,9 +25,8 @@ const AUTOROUND_STEPS: usize = 200;
 /// Options of the methods that need text.
 #[derive(clap::Args, Debug)]
 pub(super) struct CalibrationArgs {
-    /// Text for --method gptq, awq, blockwise and autoround, for --kv-cache and other options that measure something, UTF-8, of
-    /// the kind that the model will see; for image models a folder of
-    /// JPEG files, with every method. What is measured on it afterwards says little.
+    /// Text for every --method but rtn, and for --kv-cache and other options that measure something; UTF-8, of the kind that
+    /// the model will see; for image models a folder of JPEG files, with every method. What is measured on it afterwards says little.
     #[arg(long, value_name = "FILE|DIR")]
     calib: Option<PathBuf>,
     /// Tokens to take from --calib, in windows that are spread over the whole text [default: 32768].
@@ -36,8 +35,8 @@ pub(super) struct CalibrationArgs {
     /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     calib_context: Option<usize>,
-    /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq, autoround or blockwise chooses
-    /// codes.
+    /// Scale input columns by the magnitude of their inputs, as --method awq does, before gptq, gptaq, autoround or blockwise
+    /// chooses codes.
     #[arg(long)]
     awq_scales: bool,
     /// Divide inputs of large magnitude, and multiply their weights, by SmoothQuant's scales with this alpha (0 to 1; 0.5 is
@@ -141,7 +140,7 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
             ];
             match given.iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(CliError::usage(format!(
-                    "{option}: rounding to nearest looks at no text; expected --method gptq, awq, blockwise or autoround, or \
+                    "{option}: rounding to nearest looks at no text; expected --method gptq, gptaq, awq, blockwise or autoround, or \
                      --kv-cache, --target-bits, --smooth-quant or --observer weighted-mse, got rtn"
                 ))),
                 None => Ok(false),

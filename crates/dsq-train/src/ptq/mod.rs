@@ -44,7 +44,7 @@ use std::sync::Arc;
 /// How codes are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PtqMethod {
-    /// Rounded to nearest: with [`PtqSettings::awq`], AWQ; without, nothing that needs data.
+    /// Rounded to nearest: with [`Scaling::Awq`], AWQ; without, nothing that needs data.
     Rtn,
     /// Column by column, each against the error of the columns before it.
     Gptq,
@@ -310,7 +310,7 @@ struct Run<'a> {
     float_stream: Vec<Tensor<3>>,
     /// The layer at work as it came, where GPTAQ is choosing codes.
     float_layer: Option<Layer>,
-    /// Where the training of the layer at work starts: what GPTQ rounded, by part.
+    /// Where the training of the layer at work starts: what was rounded, by part.
     starts: Vec<(&'static str, Vec<f32>)>,
     /// Trained weights before they are rounded, by module, kept for the end-to-end steps.
     latents: Vec<(String, Vec<f32>)>,
