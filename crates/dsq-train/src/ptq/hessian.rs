@@ -244,6 +244,24 @@ mod tests {
     }
 
     #[test]
+    fn divided_sums_are_those_of_divided_inputs() {
+        let (m, n, k) = (50, 3, 12);
+        let (x, y, w) = (normal(m * k, 1), normal(m * k, 2), normal(n * k, 3));
+        let s: Vec<f32> = (0..k).map(|i| 0.5 + i as f32).collect();
+        let divided = |v: &[f32]| -> Vec<f32> { v.iter().enumerate().map(|(i, v)| v / s[i % k]).collect() };
+        let (mut got, mut want) = (Hessian::new(k), Hessian::new(k));
+        got.add_beside(&x, &y);
+        got.divide_inputs(&s);
+        want.add_beside(&divided(&x), &divided(&y));
+        for i in 0..k {
+            assert!((0..k).all(|j| (got.at(i, j) - want.at(i, j)).abs() < 1e-4), "{i}");
+        }
+        let [got, want] = [&got, &want].map(|h| h.missing(&w).unwrap());
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4), "{got:?} {want:?}");
+        assert!(want.iter().any(|v| v.abs() > 1.0));
+    }
+
+    #[test]
     fn output_errors_are_those_of_the_outputs() {
         let (m, n, k) = (60, 19, 24);
         let (x, e) = (normal(m * k, 1), normal(n * k, 2));

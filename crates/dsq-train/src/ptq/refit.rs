@@ -51,7 +51,7 @@ fn cholesky(h: &Hessian, lambda: f64) -> Option<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ptq::tests::normal;
+    use crate::ptq::tests::{normal, with_threads};
 
     #[test]
     fn the_refit_solves_its_equations() {
@@ -66,6 +66,21 @@ mod tests {
                     (0..k).map(|j| (h.at(i, j) + if i == j { lambda } else { 0.0 }) * f64::from(new[j] - old[j])).sum();
                 assert!((sum - f64::from(cross[i])).abs() < 1e-4, "{sum} {}", cross[i]);
             }
+        }
+    }
+
+    #[test]
+    fn any_number_of_threads_gives_the_same_bits() {
+        // Columns enough that the factorization is divided.
+        let (k, n) = (300, 5);
+        let mut h = Hessian::new(k);
+        h.add(&normal(400 * k, 1));
+        let (w, cross) = (normal(n * k, 2), normal(n * k, 3));
+        let run = |threads| with_threads(threads, || refit(&w, &cross, &h, 0.01));
+        let one = run(1);
+        assert_ne!(one, w);
+        for threads in [2, 5] {
+            assert!(run(threads).iter().zip(&one).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads}");
         }
     }
 }
