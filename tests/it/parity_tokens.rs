@@ -1,6 +1,6 @@
-//! Parity of language models whose activations are quantized, for each token (W8A8, W4A8, FP8_DYNAMIC) or on stored grids (W8A8, W4A8,
-//! W4A4, FP8): the same codes and grids in the training graph, in the folder and in the runtime, and logits that differ by no more than a code of an activation here and
-//! there. Float activations are `parity_llama.rs`.
+//! Parity of language models whose activations are quantized, for each token (W8A8, W4A8, FP8_DYNAMIC) or on stored grids
+//! (W8A8, W4A8, W4A4, FP8): the same codes and grids in the training graph, in the folder and in the runtime, and logits that
+//! differ by no more than a code of an activation here and there. Float activations are `parity_llama.rs`.
 
 use crate::parity_llama::{Case, bits, compare};
 use dsq_checkpoint::Checkpoint;

@@ -124,8 +124,8 @@ pub(crate) fn expected_tensors(
     }
 }
 
-/// The tensors that store `matrix` of `module`, whose inputs are quantized to `inputs` and whose weight has `shape` (its first dimension `n`, the others `k`). None for
-/// a matrix that has no [`DiskFormat`].
+/// The tensors that store `matrix` of `module`, whose inputs are quantized to `inputs` and whose weight has `shape` (its first
+/// dimension `n`, the others `k`). None for a matrix that has no [`DiskFormat`].
 pub(crate) fn pack(
     module: &str,
     shape: &[usize],

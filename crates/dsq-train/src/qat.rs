@@ -1,6 +1,6 @@
 //! Quantization-aware training of a Llama: which layers see their weights on the grid (`prepare`), and the matrices
-//! that ship (`convert`), by ranges of the weights or by learned grids. Exact: what `convert` returns dequantizes to the weights of the prepared forward pass, bit
-//! for bit. Not the training loop (see `lm`).
+//! that ship (`convert`), by ranges of the weights or by learned grids. Exact: what `convert` returns dequantizes to the weights
+//! of the prepared forward pass, bit for bit. Not the training loop (see `lm`).
 
 use crate::adamw::ParamGroup;
 use crate::{Adapters, TrainError};

@@ -7,7 +7,8 @@
 //! - Order: for each output, the reduction is cut into its groups, and each group into segments of at most 64.
 //!   Segment: `part = 0; part = fma(q - zero, x, part)` in increasing k, with `q - zero` an exact integer, or the exact
 //!   value of an FP8 or FP4 code. Then `total = fma(scale, part, total)`, segments in increasing k (float storage: q is the
-//!   value, `total + part`). The scale of NVFP4 is the stored one divided by the global one, rounded once. The order knows neither m nor the number of threads nor the path: all give the same bits.
+//!   value, `total + part`). The scale of NVFP4 is the stored one divided by the global one, rounded once. The order knows
+//!   neither m nor the number of threads nor the path: all give the same bits.
 //! - Cost: per token `n * k` multiply-adds. One token: bound by reading the weights (bits per weight of the format,
 //!   scales in their stored dtype); AVX-512 widens a nibble with a shift and a table look-up in a register, AVX2 an FP4
 //!   nibble so too (magnitude from a table of eight, sign beside it). An FP8 byte becomes a binary16 by shifts, which the

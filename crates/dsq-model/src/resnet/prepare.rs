@@ -114,8 +114,8 @@ impl ResNet {
     ///
     /// # Errors
     /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction; [`QuantError::Setting`] for
-    /// a percentile out of range, float-coded weights, INT8 weights behind quantized activations and scales of groups, which convolutions do not have, and for learned scales where batch norm is
-    /// observed.
+    /// a percentile out of range, float-coded weights, INT8 weights behind quantized activations and scales of groups, which
+    /// convolutions do not have, and for learned scales where batch norm is observed.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
         let refused =

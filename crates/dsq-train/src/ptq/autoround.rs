@@ -1,12 +1,13 @@
 //! Learned rounding of a block, AutoRound's way: each weight may be moved by at most half a step before it is rounded, and
 //! each scale (and zero point) by a share of itself; signs of gradients say which way, so that a code goes up or down by what it does
-//! to the block's outputs, and no weight moves further than half of its grid's step. The steps serve convolutions too (`cnn/learned.rs`). Not the walk over blocks (see `blockwise.rs`, which trains
-//! weights freely instead).
+//! to the block's outputs, and no weight moves further than half of its grid's step. The steps serve convolutions too
+//! (`cnn/learned.rs`). Not the walk over blocks (see `blockwise.rs`, which trains weights freely instead).
 //!
 //! Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs" (arXiv:2309.05516): rate
-//! `1 / steps`, falling linearly to 0 (taken in the middle of each step, so that all of them add up to a half), of steps of the code for rounding and of the first scale for the scale, so that neither can
-//! move further than a half. Two differences: scales are moved themselves where the paper moves the ends of ranges,
-//! and what is kept is the last step, if it is better than rounding, not the best one.
+//! `1 / steps`, falling linearly to 0 (taken in the middle of each step, so that all of them add up to a half), of steps of the
+//! code for rounding and of the first scale for the scale, so that neither can move further than a half. Two differences:
+//! scales are moved themselves where the paper moves the ends of ranges, and what is kept is the last step, if it is better
+//! than rounding, not the best one.
 
 use super::Run;
 use super::blockwise::{scalar, shuffled};
