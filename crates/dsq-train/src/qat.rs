@@ -46,21 +46,6 @@ pub fn share_global_scales(mut model: Llama) -> Llama {
     model
 }
 
-/// Whether the scales of every layer that `config` names can be trained.
-///
-/// # Errors
-/// [`TrainError::Quant`] naming the first layer whose scheme has no learned scales.
-pub fn check_learnable(model: &Llama, config: &QuantConfig) -> Result<(), TrainError> {
-    for (module, layer) in model.linears() {
-        let [n, k] = layer.weight.dims();
-        let scheme = config.scheme_for(&module);
-        scheme
-            .map_or(Ok([0, 0]), |s| s.weights.learned_shape(n, k))
-            .map_err(|source| TrainError::Quant { module, source })?;
-    }
-    Ok(())
-}
-
 /// Makes the scales and zero points of every prepared layer parameters (LSQ, LSQ+), starting at the grids of least squared
 /// error.
 ///

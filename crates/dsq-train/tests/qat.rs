@@ -181,7 +181,6 @@ fn float_codes_prepare_equals_convert_by_ranges_by_learned_scales_and_with_adapt
             let globals = |c: &[(String, QuantizedMatrix)]| c.iter().map(|c| c.1.global_scale).collect::<Vec<_>>();
             assert_eq!(globals(&after), globals(&at_start));
             assert_ne!(after, at_start);
-            qat::check_learnable(&learned, &quant).unwrap();
         }
     }
 }

@@ -172,9 +172,6 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self, TrainError> {
         let model = Llama::new(model, config.seed, &device());
         qat::check(&model, quant)?;
-        if config.learned_scales.is_some() {
-            qat::check_learnable(&model, quant)?;
-        }
         let optimizer = AdamW::new(BETAS.0, BETAS.1, EPS);
         let (float, qat, equal, teacher, inputs) = (None, None, None, None, None);
         let mut new =
