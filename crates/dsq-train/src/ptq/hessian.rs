@@ -1,5 +1,6 @@
-//! What calibration keeps of the inputs of a layer: the sum of `x x^T`, the mean magnitudes and the ranges, never the inputs. Not the
-//! methods that use them (see `gptq.rs`, `awq.rs`).
+//! What calibration keeps of the inputs of a layer: the sum of `x x^T`, the mean magnitudes and the ranges, and, where the float
+//! model runs beside, how far its inputs are off, `sum (y - x) x^T`; never the inputs. Not the methods that use them (see
+//! `gptq.rs`, `gptaq.rs`, `awq.rs`).
 
 use dsq_kernels::train::{Strided, add_gram, matmul};
 use rayon::prelude::*;
