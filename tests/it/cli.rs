@@ -403,17 +403,41 @@ fn hidden_states_need_distillation_and_absent_keys_leave_the_digest_alone() {
     assert!(checked(dir.path(), &["qat.distill_weight=1", "qat.hidden_weight=-1"], 2).contains("got -1"));
 }
 
-#[test]
-fn the_observer_of_activations_is_read_and_refused_by_name() {
-    let dir = tempfile::tempdir().unwrap();
+/// The recipe of an image model as `micro.toml`. Any file will do as data: a check reads no picture.
+fn image_recipe(dir: &Path) {
     let text = std::fs::read_to_string(root("recipes/fashion-resnet-w4a4.toml")).unwrap();
-    // Any file will do: a check reads no picture.
-    std::fs::write(dir.path().join("file"), "x").unwrap();
+    std::fs::write(dir.join("file"), "x").unwrap();
     let here = |line: &str| match line.split_once(" = ") {
         Some((key, _)) if key.ends_with("_images") || key.ends_with("_labels") => format!("{key} = \"file\"\n"),
         _ => format!("{line}\n"),
     };
-    std::fs::write(dir.path().join("micro.toml"), text.lines().map(here).collect::<String>()).unwrap();
+    std::fs::write(dir.join("micro.toml"), text.lines().map(here).collect::<String>()).unwrap();
+}
+
+#[test]
+fn the_scheme_of_an_image_model_is_read_and_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    image_recipe(dir.path());
+    let mut digests: Vec<String> = ["W8A8", "W4A8", "W4A4", "W2A4", "W4A16"]
+        .iter()
+        .map(|scheme| checked(dir.path(), &[&format!("quant.scheme={scheme}"), "qat.wrong_way=none"], 0))
+        .collect();
+    digests.dedup();
+    assert_eq!(digests.len(), 5);
+    checked(dir.path(), &["quant.scheme=W8A8", "qat.learned_scales=true"], 0);
+    for (set, word) in [
+        (&["quant.scheme=FP8_DYNAMIC"][..], "got FP8 E4M3"),
+        (&["quant.scheme=W8A8", "quant.granularity=group", "quant.group_size=9"], "granularity"),
+    ] {
+        let err = checked(dir.path(), set, 2);
+        assert!(err.contains(word), "{set:?}: {err}");
+    }
+}
+
+#[test]
+fn the_observer_of_activations_is_read_and_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    image_recipe(dir.path());
     let digest = |set: &[&str]| checked(dir.path(), set, 0);
     assert_eq!(digest(&[]), digest(&["qat.observer=moving_average"]));
     let percentile = digest(&["qat.observer=percentile"]);

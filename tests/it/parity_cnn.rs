@@ -115,6 +115,12 @@ fn training_graph_export_and_runtime_agree_bit_for_bit() {
         (4, learned(case(config(1, 10, &[9, 9], 2), "W4A4", channel, FloatType::Bf16, &[]))),
         (4, learned(case(config(3, 9, &[5, 7], 1), "W2A4", tensor, FloatType::F16, &["fc"]))),
         (4, learned(case(config(1, 10, &[8, 16], 1), "W2A16", channel, FloatType::F32, &["fc"]))),
+        (8, case(config(1, 14, &[8, 12], 1), "W8A8", channel, FloatType::F32, float_ends)),
+        (4, case(config(1, 28, &[16, 32, 64], 1), "W8A8", channel, FloatType::Bf16, float_ends)),
+        (4, case(config(3, 9, &[5, 7], 2), "W8A8", tensor, FloatType::F16, &[])),
+        (4, case(config(1, 14, &[8, 12], 1), "W4A8", channel, FloatType::F32, &[])),
+        (8, learned(case(config(1, 14, &[8, 12], 1), "W8A8", channel, FloatType::F32, &[]))),
+        (4, learned(case(config(1, 10, &[9, 9], 2), "W4A8", channel, FloatType::Bf16, float_ends))),
     ];
     for (seeds, case) in cases {
         for seed in 0..seeds {
@@ -160,6 +166,54 @@ fn training_graph_export_and_runtime_agree_bit_for_bit() {
             );
         }
     }
+}
+
+/// Weights of one size and inputs near their maximum: sums of 576 INT8 products pass 2^24, above which the f32 sums of the
+/// training graph are rounded.
+#[test]
+fn sums_that_f32_does_not_hold_exactly_are_the_training_graphs_too() {
+    let case = Case {
+        config: config(1, 6, &[64], 1),
+        scheme: "W8A8",
+        granularity: Granularity::PerChannel,
+        dtype: FloatType::F32,
+        ignore: &["fc"],
+        learned: false,
+    };
+    let mut net = ResNet::new(&case.config, 3);
+    for param in net.params_mut() {
+        match param.name.as_str() {
+            "layer1.0.conv1.bn.weight" => param.data.fill(0.01),
+            "layer1.0.conv1.bn.bias" => param.data.fill(5.0),
+            "layer1.0.conv2.weight" => param.data.fill(0.1),
+            _ => {}
+        }
+    }
+    let images = case.config.normalize(&pixels(8, 4 * 36));
+    let scheme = QuantScheme::preset(case.scheme, case.granularity, case.dtype).unwrap();
+    let quant = QuantConfig::new(scheme, &["fc".into()]).unwrap();
+    let placement = BnPlacement::Skipped;
+    let observer = ObserverKind::MinMax;
+    net.prepare(QatSettings { config: quant.clone(), placement, observer, rate: 0.1, learned: false }).unwrap();
+    let mut updates = Updates::default();
+    net.logits(&images, Pass::Calibrate, &mut updates).unwrap();
+    net.apply(updates);
+    let export = CnnExport {
+        seed: 3,
+        config: case.config.clone(),
+        layers: net.convert().unwrap(),
+        master: vec![],
+        logits: vec![],
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("exported");
+    export.write(&out, &quant, false).unwrap();
+    let runtime = CnnRuntime::load(&Checkpoint::open(&out).unwrap()).unwrap();
+    let kernels = runtime.kernels();
+    let kernel = |module: &str| &kernels.iter().find(|k| k.0 == module).unwrap().1;
+    assert!(kernel("layer1.0.conv2").contains("2^24") && kernel("layer1.0.conv1").contains("8 bits"), "{kernels:?}");
+    let want = net.logits(&images, Pass::QatEval, &mut Updates::default()).unwrap();
+    assert_eq!(runtime.forward(&images, 4).unwrap(), want);
 }
 
 #[test]

@@ -1,25 +1,31 @@
-//! The small residual network from an exported folder: INT4 weights and static INT4 (or INT8) activation codes through
-//! exact integer convolutions, float layers through the f32 kernel. Not training, and no batch norm: an export has it folded
-//! into weight and bias.
+//! The small residual network from an exported folder: integer weights (INT2 to INT8) and static INT4 or INT8 activation codes
+//! through exact integer convolutions, float layers through the f32 kernel. Not training, and no batch norm: an export has it
+//! folded into weight and bias.
 //!
 //! Parity with the training graph: integer sums are exact, and the epilogue `sum * (scale_w * scale_x) + bias`, the residual
-//! sum, ReLU, the codes and the mean are the same f32 operations in the same order, so the logits are bit-equal.
+//! sum, ReLU, the codes and the mean are the same f32 operations in the same order, so the logits are bit-equal. The graph adds
+//! its integers up in f32, which is exact below 2^24. A layer whose codes could add up to more (in theory from 515 INT8 products
+//! on, with trained weights several times later) therefore runs on that same f32 kernel here, and says so.
 
 use crate::RuntimeError;
 use dsq_checkpoint::{Checkpoint, LinearWeight, ModelConfig, ResNetConfig};
-use dsq_kernels::conv::{self, ConvShape, Int4Conv};
+use dsq_kernels::conv::{self, ConvShape, IntConv};
 use dsq_quant::{QParams, QuantArgs, QuantError};
 
 /// Pictures that go through the network together; bounds the memory, and changes no bit.
 const BATCH: usize = 64;
 
+/// Up to this magnitude integers are exact in f32.
+const EXACT: i64 = 1 << 24;
+
 /// One convolution (or `fc` as a 1x1 convolution) as it runs.
 #[derive(Debug)]
 enum Kernel {
     /// Integer codes in, exact integer sums out.
-    Int4 { conv: Int4Conv, input: QuantArgs, grid: QParams, scale: Vec<f32> },
-    /// f32 input; `weight [n, c, kh, kw]` holds values (scale 1) or codes.
-    Float { weight: Vec<f32>, scale: Vec<f32>, codes: bool },
+    Int { conv: IntConv, input: QuantArgs, grid: QParams, scale: Vec<f32> },
+    /// f32 sums; `weight [n, c, kh, kw]` holds values (scale 1) or codes. The input is as it is, or codes of a grid whose sums may
+    /// pass [`EXACT`].
+    Float { weight: Vec<f32>, scale: Vec<f32>, codes: bool, input: Option<(QuantArgs, QParams)> },
 }
 
 #[derive(Debug)]
@@ -115,7 +121,7 @@ impl CnnRuntime {
             let bias = ckpt.bias(&module)?.unwrap_or_else(|| vec![0.0; shape[0]]);
             let kernel = match (ckpt.linear(&module)?, ckpt.activation(&module)?) {
                 (LinearWeight::Float { n, data, .. }, None) => {
-                    Kernel::Float { weight: data, scale: vec![1.0; n], codes: false }
+                    Kernel::Float { weight: data, scale: vec![1.0; n], codes: false, input: None }
                 }
                 (LinearWeight::Float { .. }, Some(_)) => {
                     return Err(quant(QuantError::Setting {
@@ -141,19 +147,20 @@ impl CnnRuntime {
                         }));
                     }
                     let scale = |input: f32| (0..w.n).map(|j| w.scales[j.min(scales - 1)] * input).collect();
+                    let values = || w.codes.iter().map(|&q| f32::from(q)).collect();
                     match activation {
                         Some((input, grid)) => {
                             let scale = scale(grid.scale);
-                            let conv = Int4Conv::new(&w, geometry, &input, grid).map_err(quant)?;
-                            Kernel::Int4 { conv, input, grid, scale }
+                            let conv = IntConv::new(&w, geometry, &input, grid).map_err(quant)?;
+                            match conv.largest_sum() <= EXACT {
+                                true => Kernel::Int { conv, input, grid, scale },
+                                false => {
+                                    Kernel::Float { weight: values(), scale, codes: true, input: Some((input, grid)) }
+                                }
+                            }
                         }
                         None if w.zeros.is_empty() => {
-                            let scale = scale(1.0);
-                            Kernel::Float {
-                                weight: w.codes.iter().map(|&q| f32::from(q)).collect(),
-                                scale,
-                                codes: true,
-                            }
+                            Kernel::Float { weight: values(), scale: scale(1.0), codes: true, input: None }
                         }
                         None => {
                             return Err(quant(QuantError::Setting {
@@ -218,7 +225,7 @@ impl CnnRuntime {
     /// Bytes that weights, scales and biases hold.
     pub fn resident_bytes(&self) -> usize {
         let kernel = |k: &Kernel| match k {
-            Kernel::Int4 { conv, scale, .. } => conv.resident_bytes() + 4 * scale.len(),
+            Kernel::Int { conv, scale, .. } => conv.resident_bytes() + 4 * scale.len(),
             Kernel::Float { weight, scale, .. } => 4 * (weight.len() + scale.len()),
         };
         self.layers.iter().map(|l| kernel(&l.kernel) + 4 * l.bias.len()).sum()
@@ -227,7 +234,8 @@ impl CnnRuntime {
     /// Which kernel each layer runs on, and why.
     pub fn kernels(&self) -> Vec<(String, String)> {
         let name = |k: &Kernel| match k {
-            Kernel::Int4 { conv, .. } => conv.describe().to_string(),
+            Kernel::Int { conv, .. } => conv.describe().to_string(),
+            Kernel::Float { input: Some(_), .. } => "f32, codes as f32 (sums may pass 2^24)".into(),
             Kernel::Float { codes: true, .. } => "f32, codes as f32 (float activations)".into(),
             Kernel::Float { .. } => "f32 (layer is not quantized)".into(),
         };
@@ -240,13 +248,15 @@ impl Layer {
         let [n, c, kh, kw] = self.shape;
         let s = ConvShape { input: [x.side, x.side], c, n, kernel: [kh, kw], stride: self.stride, pad: self.pad };
         let data = match &self.kernel {
-            Kernel::Int4 { conv, input, grid, scale } => {
+            Kernel::Int { conv, input, grid, scale } => {
                 let codes = conv::code_bytes(&x.data, input, *grid);
                 let sums = conv.forward(&codes, codes.len() / s.input_len());
                 conv::affine_sums(&sums, scale, &self.bias)
             }
-            Kernel::Float { weight, scale, .. } => {
-                conv::affine_forward(&conv::conv_f32(&x.data, weight, &s), scale, &self.bias)
+            Kernel::Float { weight, scale, input, .. } => {
+                let codes = input.as_ref().map(|(args, grid)| conv::code_values(&x.data, args, &[*grid]));
+                let x = codes.as_deref().unwrap_or(&x.data);
+                conv::affine_forward(&conv::conv_f32(x, weight, &s), scale, &self.bias)
             }
         };
         Maps { side: s.output()[0], c: n, data }

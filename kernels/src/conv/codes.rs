@@ -41,7 +41,7 @@ pub fn code_values(x: &[f32], args: &QuantArgs, params: &[QParams]) -> Vec<f32> 
     out
 }
 
-/// `code - qmin` of every value as a byte, the input of [`super::Int4Conv`]; a NaN gives the code of 0, as
+/// `code - qmin` of every value as a byte, the input of [`super::IntConv`]; a NaN gives the code of 0, as
 /// [`QuantArgs::quantize`] does.
 pub fn code_bytes(x: &[f32], args: &QuantArgs, p: QParams) -> Vec<u8> {
     let mut out = vec![0u8; x.len()];

@@ -1,9 +1,10 @@
 //! The forward pass, in float and with fake quantization, and the leaves that carry gradients.
 //!
 //! Fake quantization works in the code domain: a quantized convolution multiplies integers held in f32 (`code - zero` of
-//! the input, codes of the weight), and the scales come after it. Every partial sum is an integer below 2^24, so the
-//! convolution is exact in whatever order it is summed, and the epilogue `sum * (scale_w * scale_x) + bias` is one
-//! multiplication and one addition: the runtime's i32 path gives the same bits.
+//! the input, codes of the weight), and the scales come after it. Where every partial sum is an integer of at most 2^24 (with
+//! weights of four bits practically always), the convolution is exact in whatever order it is summed, and the epilogue
+//! `sum * (scale_w * scale_x) + bias` is one multiplication and one addition: the runtime's i32 path gives the same bits.
+//! Where sums could be larger, the runtime runs the same f32 convolution.
 
 use super::grids::{GridLeaves, best_grid, gradient_factor};
 use super::prepare::{BnPlacement, LayerPlan, Prepared};

@@ -51,6 +51,8 @@ fn the_forward_pass_equals_the_converted_layers_bit_for_bit() {
         (40, "W2A4", Granularity::PerChannel, FloatType::Bf16, float_ends),
         (20, "W2A4", Granularity::PerTensor, FloatType::F16, float_ends),
         (40, "W4A4", Granularity::PerChannel, FloatType::F32, &[]),
+        (20, "W8A8", Granularity::PerChannel, FloatType::F32, &[]),
+        (10, "W4A8", Granularity::PerChannel, FloatType::Bf16, &[]),
     ] {
         for seed in 0..seeds {
             let net = learned(seed, scheme(name, granularity, dtype), ignore);
@@ -122,8 +124,8 @@ fn what_cannot_be_learned_is_refused_by_name() {
     let grouped = settings(QuantScheme { weights, ..good }, &["re:conv1$", "re:.*downsample", "fc"]);
     refused(grouped.clone(), "granularity");
     refused(QatSettings { learned: false, ..grouped }, "granularity");
-    let eight = settings(scheme("W8A8", Granularity::PerChannel, FloatType::F32), &[]);
-    refused(QatSettings { learned: false, ..eight }, "INT8");
+    let float = scheme("FP8_DYNAMIC", Granularity::PerChannel, FloatType::F32);
+    refused(QatSettings { learned: false, ..settings(float, &[]) }, "FP8 E4M3");
 }
 
 /// One layer: `y = conv(codes(x), codes(w f)) * (t |f| * s) + beta - mean f`, codes and scales on learned grids. The

@@ -114,8 +114,8 @@ impl ResNet {
     ///
     /// # Errors
     /// [`QuantError::GroupNotDividing`] when a group size does not divide a layer's reduction; [`QuantError::Setting`] for
-    /// a percentile out of range, float-coded weights, INT8 weights behind quantized activations and scales of groups, which
-    /// convolutions do not have, and for learned scales where batch norm is observed.
+    /// a percentile out of range, float-coded weights and scales of groups, which convolutions do not have, and for learned
+    /// scales where batch norm is observed.
     pub fn prepare(&mut self, settings: QatSettings) -> Result<(), QuantError> {
         let mut sites: Vec<Site> = Vec::new();
         let refused =
@@ -138,11 +138,6 @@ impl ResNet {
             if let Some(scheme) = scheme {
                 if scheme.weights.qtype.float().is_some() {
                     return refused("scheme", "integer weights for an image model", scheme.weights.qtype.name().into());
-                }
-                if scheme.activations.is_some() && scheme.weights.qtype.bits() > 4 {
-                    // The integer convolution of the runtime keeps weights in four bits.
-                    let expected = "INT4, INT3 or INT2 weights behind quantized activations, for a convolution";
-                    return refused("scheme", expected, scheme.weights.qtype.name().into());
                 }
                 let [rows, groups] = scheme.weights.scale_shape(layer.shape[0], layer.k())?;
                 if rows * groups > layer.shape[0] {
