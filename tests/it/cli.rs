@@ -588,6 +588,9 @@ fn recipes_train_zero_points_and_activations_of_every_kind() {
         &["quant.scheme=W4A4", "qat.observer=percentile", "qat.percentile=99.9", "quant.observer=mse"],
         &["quant.scheme=W8A8", "quant.static_activations=true", "qat.observer=min_max", "qat.float_equal_tokens=true"],
         &["quant.scheme=W4A8", "quant.static_activations=true", "quant.asymmetric_activations=true"],
+        &["quant.scheme=W8A8", "quant.static_activations=true", "qat.learned_scales=true", "qat.distill_weight=1.0"],
+        &["quant.scheme=W4A4", "qat.learned_scales=true", "qat.observer=percentile"],
+        &["quant.scheme=FP8", "quant.granularity=tensor", "qat.learned_scales=true", "qat.lora_rank=2"],
         &["quant.scheme=NVFP4", "quant.group_size=16"],
         &["quant.scheme=NVFP4", "quant.group_size=16", "qat.learned_scales=true", "qat.lora_rank=2"],
     ]

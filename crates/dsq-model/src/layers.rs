@@ -4,7 +4,7 @@
 use crate::fake_quant::{fake_quant_activation, fake_quant_weight, fake_quant_weight_under};
 use crate::llama::host;
 use crate::ops;
-use crate::{LearnedGrid, Lora};
+use crate::{LearnedGrid, LearnedInput, Lora};
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use dsq_quant::{InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
@@ -30,13 +30,16 @@ pub struct Linear {
     /// How the input is put on a grid.
     #[module(skip)]
     inputs: Option<InputGrid>,
+    /// The learned scale and zero point of that grid, where there are such; of layers that read one tensor the first holds them.
+    input: Option<LearnedInput>,
 }
 
 impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        Self { weight, grid: None, lora: None, codes: false, quant: None, global: None, inputs: None }
+        let (grid, lora, quant, global, inputs, input) = (None, None, None, None, None, None);
+        Self { weight, grid, lora, codes: false, quant, global, inputs, input }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -101,14 +104,37 @@ impl Linear {
         dsq_kernels::fake_quant::largest_magnitude(&self.values())
     }
 
-    /// Switches fake quantization of the input on or off.
+    /// Switches fake quantization of the input on or off. What was learned of its grid is dropped.
     pub fn set_inputs(&mut self, inputs: Option<InputGrid>) {
         self.inputs = inputs;
+        self.input = None;
     }
 
-    /// How the input is put on a grid; `None`: not at all.
+    /// How the input is put on a grid; `None`: not at all. Where that grid is learned, as [`Linear::follow_input`] was told last.
     pub fn inputs(&self) -> Option<&InputGrid> {
         self.inputs.as_ref()
+    }
+
+    /// Makes the stored scale and zero point of the input's grid parameters of their own, starting where they are. Nothing happens
+    /// where nothing is stored.
+    pub fn learn_inputs(&mut self) {
+        let device = self.weight.val().device();
+        self.input = self.inputs.as_ref().and_then(|grid| LearnedInput::start(grid, &device));
+    }
+
+    /// The learned grid of the input, if there is one.
+    pub fn learned_input(&self) -> Option<&LearnedInput> {
+        self.input.as_ref()
+    }
+
+    /// Replaces the learned grid of the input.
+    pub fn set_learned_input(&mut self, input: LearnedInput) {
+        self.input = Some(input);
+    }
+
+    /// Tells the layer what ships for the learned grid of its input, which it or the layer that holds the grid has.
+    pub fn follow_input(&mut self, grid: InputGrid) {
+        self.inputs = Some(grid);
     }
 
     /// Makes the scales and zero points parameters of their own, starting where the grid of the present weight has the
@@ -204,10 +230,13 @@ impl Linear {
         self.multiply(self.input(x))
     }
 
-    /// `x [.., k]` as the layer multiplies it: on the stored grid, or each token on its own, when fake quantization of the
+    /// `x [.., k]` as the layer multiplies it: on the learned or the stored grid, or each token on its own, when fake quantization of the
     /// input is on.
     fn input<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let Some(InputGrid { args, params }) = &self.inputs else { return x };
+        if let Some(learned) = &self.input {
+            return learned.fake_quant(x, args);
+        }
         if let Some(p) = params {
             return fake_quant_activation(x, args, *p);
         }

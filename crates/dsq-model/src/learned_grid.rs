@@ -74,7 +74,13 @@ impl LearnedGrid {
     /// # Panics
     /// When the groups do not divide the values: call [`crate::fake_quant::check_shape`] first.
     pub fn fake_quant<const D: usize>(&self, x: Tensor<D>, args: &QuantArgs) -> Tensor<D> {
-        let op = Arc::new(OnGrid(*args, self.global));
+        let by = gradient_scale(x.dims().iter().product(), self.scale.val().dims()[0], args);
+        self.on_grid(x, args, by)
+    }
+
+    /// [`LearnedGrid::fake_quant`] with the gradients of scales and zero points times `by`.
+    pub(crate) fn on_grid<const D: usize>(&self, x: Tensor<D>, args: &QuantArgs, by: f32) -> Tensor<D> {
+        let op = Arc::new(OnGrid { args: *args, global: self.global, by });
         match &self.zero {
             None => apply2(op, x, self.scale.val()),
             Some(zero) => apply3(op, x, self.scale.val(), zero.val()),
@@ -96,7 +102,7 @@ impl LearnedGrid {
 }
 
 /// What a gradient of scales is multiplied with.
-fn gradient_scale(values: usize, scales: usize, args: &QuantArgs) -> f32 {
+pub(crate) fn gradient_scale(values: usize, scales: usize, args: &QuantArgs) -> f32 {
     let per = values.checked_div(scales).unwrap_or(1).max(1);
     1.0 / (per as f32 * args.qtype.qmax() as f32).sqrt()
 }
@@ -130,23 +136,26 @@ impl SliceOp for Scaled {
     }
 }
 
-/// Values on learned grids, under a global scale: inputs are the values and the grid.
+/// Values on learned grids, under a global scale: inputs are the values and the grid, whose gradients are multiplied with `by`.
 #[derive(Debug)]
-struct OnGrid(QuantArgs, Option<f32>);
+struct OnGrid {
+    args: QuantArgs,
+    global: Option<f32>,
+    by: f32,
+}
 
 impl SliceOp for OnGrid {
     fn forward(&self, x: &[Slice]) -> (Vec<f32>, Vec<usize>) {
         let mut out = vec![0.0; x[0].data.len()];
-        kernel::fake_quant_learned(x[0].data, &learned(x, &self.0, self.1), &mut out)
+        kernel::fake_quant_learned(x[0].data, &learned(x, &self.args, self.global), &mut out)
             .expect("the shape was checked with check_shape");
         (out, x[0].shape.to_vec())
     }
 
     fn backward(&self, x: &[Slice], g: &[f32], wanted: &[bool]) -> Vec<Option<Vec<f32>>> {
-        let d = kernel::fake_quant_learned_gradient(x[0].data, g, &learned(x, &self.0, self.1))
+        let d = kernel::fake_quant_learned_gradient(x[0].data, g, &learned(x, &self.args, self.global))
             .expect("the gradient has the shape of the output");
-        let by = gradient_scale(x[0].data.len(), x[1].data.len(), &self.0);
-        let scaled = |v: Vec<f32>| v.into_iter().map(|v| v * by).collect();
+        let scaled = |v: Vec<f32>| v.into_iter().map(|v| v * self.by).collect();
         let mut out = vec![wanted[0].then_some(d.w), Some(scaled(d.scale))];
         if x.len() == 3 {
             out.push(Some(scaled(d.zero)));

@@ -503,7 +503,7 @@ impl Llama {
     }
 
     /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order. Learned grids and adapters are no
-    /// tensors of the model (see [`Linear::grid`] and [`Linear::lora`]); a weight with an adapter is given without it.
+    /// tensors of the model (see [`Linear::grid`], [`Linear::learned_input`] and [`Linear::lora`]); a weight with an adapter is given without it.
     pub fn named_tensors(&self) -> Vec<(String, Vec<usize>, Vec<f32>)> {
         struct Collect(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>);
         impl ModuleVisitor for Collect {

@@ -195,6 +195,34 @@ impl InputGrid {
         Ok(Self { args, params: Some(args.qparams(lo, hi)?) })
     }
 
+    /// Static, with what ships for a learned scale and zero point: [`QuantArgs::learned_qparams`]. Of NVFP4 the learned scale is the
+    /// largest that a run can have in effect, 448 over the global one that ships; at least 1e-30, so that this is a number.
+    pub fn of_learned(args: QuantArgs, scale: f32, zero: f32) -> Self {
+        let params = match args.has_global_scale() {
+            false => args.learned_qparams(scale, zero),
+            // The comparison leaves NaN alone.
+            true => QParams { scale: args.scale_dtype.max() / if scale < 1e-30 { 1e-30 } else { scale }, zero: 0 },
+        };
+        Self { args, params: Some(params) }
+    }
+
+    /// The scale and zero point at which learning starts, such that [`InputGrid::of_learned`] gives this grid (of NVFP4 but for
+    /// the last bit); `None` where nothing is stored.
+    pub fn learned_params(&self) -> Option<QParams> {
+        let p = self.params?;
+        Some(match self.args.has_global_scale() {
+            false => p,
+            true => QParams { scale: self.args.scale_dtype.max() / p.scale, ..p },
+        })
+    }
+
+    /// Whether a run of this largest magnitude would have a scale above the largest that a stored global scale allows, and so has
+    /// that largest one.
+    pub fn is_capped(&self, absmax: f32) -> bool {
+        let scale = absmax / self.args.qtype.qmax() as f32;
+        self.args.has_global_scale() && self.params.is_some_and(|p| p.scale * scale > self.args.scale_dtype.max())
+    }
+
     /// The parameters in effect of a run of values in `[lo, hi]` whose scale is found when the model runs. Under a global
     /// scale the run's own is at most the largest E4M3 number: values beyond what calibration met clip, as on any stored grid.
     ///

@@ -46,6 +46,32 @@ pub fn share_global_scales(mut model: Llama) -> Llama {
     model
 }
 
+/// Makes the stored scales and zero points of static inputs parameters (LSQ, LSQ+), starting at the grids that the layers have. Of
+/// layers that read one tensor the first holds the grid; the others follow it ([`share_input_grids`]).
+pub fn learn_inputs(mut model: Llama) -> Llama {
+    let config = ModelConfig::Llama(model.config().clone());
+    for (name, layer) in model.linears_mut() {
+        if config.fused_with(&name)[0] == name {
+            layer.learn_inputs();
+        }
+    }
+    share_input_grids(model)
+}
+
+/// Tells the layers what ships for the learned grids of their inputs. To be called whenever these have moved.
+pub fn share_input_grids(mut model: Llama) -> Llama {
+    let grid = |l: &Linear| Some(l.learned_input()?.grid(l.inputs()?.args));
+    let layers = model.linears().into_iter();
+    let learned: HashMap<String, InputGrid> = layers.filter_map(|(name, l)| Some((name, grid(l)?))).collect();
+    let config = ModelConfig::Llama(model.config().clone());
+    for (name, layer) in model.linears_mut() {
+        if let Some(grid) = learned.get(&config.fused_with(&name)[0]) {
+            layer.follow_input(*grid);
+        }
+    }
+    model
+}
+
 /// Makes the scales and zero points of every prepared layer parameters (LSQ, LSQ+), starting at the grids of least squared
 /// error.
 ///
@@ -85,6 +111,8 @@ pub fn merge(mut model: Llama) -> Llama {
 pub(crate) const LORA_A: &str = "lora.a";
 pub(crate) const LORA_B: &str = "lora.b";
 
+/// What stands between the name of a layer and [`GRID_SCALE`] or [`GRID_ZERO`] where the grid is that of its input.
+pub(crate) const INPUT: &str = "input";
 /// Ends of the parameter paths of learned grids.
 pub(crate) const GRID_SCALE: &str = "grid.scale";
 pub(crate) const GRID_ZERO: &str = "grid.zero";
@@ -99,10 +127,14 @@ pub(crate) struct GridRates {
 }
 
 impl GridRates {
-    /// `rate` of the optimizer's own, for the grids of `linears`.
+    /// `rate` of the optimizer's own, for the grids of `linears` and of their inputs.
     pub(crate) fn new<'a>(rate: f64, linears: impl IntoIterator<Item = (String, &'a Linear)>) -> Self {
-        let code = |(name, l): (String, &Linear)| Some((name, f64::from(l.quant()?.qtype.qmax())));
-        Self { rate, codes: linears.into_iter().filter_map(code).collect() }
+        let largest = |args: &QuantArgs| f64::from(args.qtype.qmax());
+        let codes = |(name, l): (String, &Linear)| {
+            let input = l.inputs().map(|grid| (format!("{name}.{INPUT}"), largest(&grid.args)));
+            [l.quant().map(|args| (name, largest(args))), input]
+        };
+        Self { rate, codes: linears.into_iter().flat_map(codes).flatten().collect() }
     }
 
     /// [`grid_group`], by the path; `None` for another parameter.

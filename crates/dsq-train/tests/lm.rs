@@ -6,7 +6,7 @@ use dsq_model::{IGNORED, Llama, next_token_labels};
 use dsq_quant::{FloatType, Granularity, ObserverKind, QuantArgs, QuantConfig, QuantScheme};
 use dsq_train::{
     AdamW, Adapters, Control, Distill, InputRanges, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients,
-    ParamGroup, Phase, Progress, RunDir, TrainError, observe_inputs, qat, train_lm,
+    ParamGroup, Phase, Progress, RunDir, Snapshot, TrainError, observe_inputs, qat, train_lm,
 };
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -385,6 +385,105 @@ fn c084_a_run_with_static_inputs_stopped_after_any_step_resumes_to_the_same_bits
         };
         resumes_after_every_step(&w4a4(), &config);
     }
+    // Learned grids of every kind (those with a zero point were among the above).
+    for activations in [QuantArgs::fp8(Granularity::PerTensor, FloatType::F32), QuantArgs::nvfp4_tokens()] {
+        let config = LmTrainConfig {
+            inputs: ranges(ObserverKind::MovingAverage, 3),
+            learned_scales: Some(LearnedScales { rate: 1e-2 }),
+            ..settings()
+        };
+        resumes_after_every_step(&with_static(activations), &config);
+    }
+}
+
+/// What ships computes what was trained, bit for bit: the matrices of `convert` behind inputs on the stored grids.
+fn assert_ships(out: &LmOutcome, quant: &QuantConfig) {
+    let grids: Vec<_> = out.qat.linears().into_iter().map(|(m, l)| (m, *l.inputs().unwrap())).collect();
+    let mut tensors = out.qat.named_tensors();
+    for (name, _, data) in &mut tensors {
+        if let Some((_, matrix)) = out.quantized.iter().find(|c| name.strip_suffix(".weight") == Some(&c.0)) {
+            *data = matrix.dequantize();
+        }
+    }
+    let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+    let shipped = Llama::from_tensors(&model(), &Device::flex(), find).unwrap();
+    let shipped = qat::quantize_inputs(shipped, quant, &grids);
+    let ids = Arc::new((0..32).map(|i| i * 7 % 64).collect::<Vec<i32>>());
+    let logits = |m: &Llama| m.logits(ids.clone(), 2).into_data().try_to_vec::<f32>().unwrap();
+    assert_eq!(logits(&out.qat), logits(&shipped));
+    assert_ne!(logits(&out.qat), logits(&qat::quantize_inputs(shipped, quant, &[])), "inputs are on their grids");
+}
+
+#[test]
+fn learned_inputs_start_at_the_observed_ranges_move_and_ship() {
+    for activations in [
+        w4a4().scheme.activations.unwrap(),
+        QuantArgs { qtype: dsq_quant::QuantType::Int8, ..QuantArgs::int4(Granularity::PerTensor, FloatType::F32) },
+        QuantArgs::fp8(Granularity::PerTensor, FloatType::F32),
+        QuantArgs::nvfp4_tokens(),
+    ] {
+        let quant = with_static(activations);
+        let run = |rate: f64, freeze_step: usize| {
+            let dir = tempfile::tempdir().unwrap();
+            let inputs = ranges(ObserverKind::MovingAverage, freeze_step);
+            let config = LmTrainConfig { inputs, learned_scales: Some(LearnedScales { rate }), ..settings() };
+            let out = train_as(&quant, dir.path(), false, &config, &mut |_| Control::Continue).unwrap();
+            let grids: Vec<_> = out.qat.linears().into_iter().map(|(m, l)| (m, *l.inputs().unwrap())).collect();
+            let calibrated = observe_inputs(&out.float, &text(400), &config, &quant).unwrap();
+            (out, grids, calibrated)
+        };
+        // So slow that no f32 moves.
+        let (_, start, calibrated) = run(1e-12, 3);
+        for ((module, a), (_, b)) in start.iter().zip(&calibrated) {
+            let (a, b) = (a.params.unwrap(), b.params.unwrap());
+            assert!(a.zero == b.zero && (a.scale / b.scale - 1.0).abs() < 2e-7, "{module}: {a:?} {b:?}");
+        }
+        let (out, grids, calibrated) = run(2e-2, 3);
+        for layer in grids.chunks(7) {
+            assert!(layer[0].1 == layer[1].1 && layer[1].1 == layer[2].1 && layer[4].1 == layer[5].1, "one tensor");
+        }
+        // Of NVFP4 an input moves only where some run is capped.
+        let moved = grids.iter().zip(&calibrated).filter(|(a, b)| a != b).count();
+        let least = if activations.has_global_scale() { 1 } else { 14 };
+        assert!(moved >= least, "{activations:?}: {moved} of 14");
+        for (module, layer) in out.qat.linears() {
+            let first = ["q_proj", "o_proj", "gate_proj", "down_proj"].iter().any(|end| module.ends_with(end));
+            assert_eq!(
+                layer.learned_input().is_some(),
+                first,
+                "{module}: the first that reads a tensor holds its grid"
+            );
+        }
+        assert_ships(&out, &quant);
+        let other = run(2e-2, 0);
+        assert!(other.1 == grids && bits(&other.0.qat) == bits(&out.qat), "nothing is observed in QAT");
+    }
+}
+
+#[test]
+fn a_checkpoint_without_the_learned_grid_of_an_input_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = LmTrainConfig {
+        inputs: ranges(ObserverKind::MinMax, 3),
+        learned_scales: Some(LearnedScales { rate: 1e-2 }),
+        ..settings()
+    };
+    let stopped = train_as(&w4a4(), dir.path(), false, &config, &mut |p| match p.global_step == 12 {
+        true => Control::Stop,
+        false => Control::Continue,
+    });
+    assert!(matches!(stopped, Err(TrainError::Interrupted { .. })));
+    let name = "model.layers.1.mlp.gate_proj.input.grid.zero";
+    {
+        let run = RunDir::open(dir.path(), &serde_json::to_value(&config).unwrap(), true, false).unwrap();
+        let Snapshot { step, mut tensors, state } = run.latest().unwrap().unwrap();
+        let before = tensors.len();
+        tensors.retain(|t| t.name != format!("current.{name}"));
+        assert_eq!(tensors.len(), before - 1);
+        run.save(&Snapshot { step: step + 1, tensors, state }).unwrap();
+    }
+    let e = train_as(&w4a4(), dir.path(), true, &config, &mut |_| Control::Continue).unwrap_err();
+    assert!(e.to_string().contains(&format!("{name}: expected one number")) && e.exit_code() == 3, "{e}");
 }
 
 #[test]
@@ -414,21 +513,8 @@ fn static_inputs_are_calibrated_in_float_followed_and_frozen() {
         assert!(half.1 != grids && half.1 != whole.1, "{quant:?}");
         assert_eq!((&whole.1, bits(&whole.0.qat)), (&all.1, bits(&all.0.qat)), "a phase has six steps");
         assert_ne!(bits(&frozen.qat), bits(&half.0.qat));
-        // What ships computes what was trained, bit for bit: the matrices of `convert` behind inputs on the stored grids.
-        let (out, grids, _) = half;
-        let mut tensors = out.qat.named_tensors();
-        for (name, _, data) in &mut tensors {
-            if let Some((_, matrix)) = out.quantized.iter().find(|c| name.strip_suffix(".weight") == Some(&c.0)) {
-                *data = matrix.dequantize();
-            }
-        }
-        let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
-        let shipped = Llama::from_tensors(&model(), &Device::flex(), find).unwrap();
-        let shipped = qat::quantize_inputs(shipped, &quant, &grids);
-        let ids = Arc::new((0..32).map(|i| i * 7 % 64).collect::<Vec<i32>>());
-        let logits = |m: &Llama| m.logits(ids.clone(), 2).into_data().try_to_vec::<f32>().unwrap();
-        assert_eq!(logits(&out.qat), logits(&shipped));
-        assert_ne!(logits(&out.qat), logits(&qat::quantize_inputs(shipped, &quant, &[])), "inputs are on their grids");
+        let (out, _, _) = half;
+        assert_ships(&out, &quant);
         // Rounding of the float result: its weights, on the grids that QAT starts from.
         let rounded = qat::round_to_nearest(out.float.clone(), &quant, &calibrated).unwrap();
         assert_eq!(rounded.linears()[3].1.inputs(), Some(&calibrated[3].1));
@@ -440,8 +526,8 @@ fn resumes_after_every_step(quant: &QuantConfig, config: &LmTrainConfig) {
         train_as(quant, path, resume, config, on_step)
     };
     let all_bits = |o: &LmOutcome| {
-        let grids = o.qat.linears().into_iter().filter_map(|(_, l)| Some(l.inputs()?.params?.scale.to_bits()));
-        (all_bits(o), grids.collect::<Vec<u32>>())
+        let grids = o.qat.linears().into_iter().filter_map(|(_, l)| l.inputs()?.params);
+        (all_bits(o), grids.map(|p| (p.scale.to_bits(), p.zero)).collect::<Vec<_>>())
     };
     let straight = tempfile::tempdir().unwrap();
     let want = all_bits(&train(straight.path(), false, config, &mut |_| Control::Continue).unwrap());

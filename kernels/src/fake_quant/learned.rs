@@ -11,8 +11,8 @@
 //! - Cost: forward as `fake_quant_with`; backward one division and one rounding a value, two reads, one write.
 //! - Error: none against the reference (bit-equal).
 
-use super::{TASK, check_len};
-use dsq_quant::{Granularity, Mapping, QParams, QuantArgs, QuantError, with_format};
+use super::{TASK, check_len, range};
+use dsq_quant::{Granularity, InputGrid, Mapping, QParams, QuantArgs, QuantError, with_format};
 use rayon::prelude::*;
 
 const RUN: usize = 1 << 12;
@@ -163,6 +163,50 @@ pub fn fake_quant_learned_gradient(w: &[f32], g: &[f32], grid: &Learned) -> Resu
         Mapping::Asymmetric => sums.iter().map(|s| s[1]).collect(),
     };
     Ok(LearnedGradients { w: dw, scale, zero })
+}
+
+/// The gradients of [`super::fake_quant_rows`] under a stored global scale (NVFP4 activations `x [m, k]`) for the gradient `g` of its
+/// output: for the values, and for the largest scale that a run can have in effect, 448 over the global one. That is the scale of
+/// the runs that are capped ([`InputGrid::is_capped`]), whose values have [`QuantArgs::learned_gradients`]; the others find their own
+/// and do not depend on it. Runs are added in f64 in each row, then rows. A run that has no scale passes its gradient through.
+///
+/// # Errors
+/// [`QuantError::Length`] when the gradient has another length or `k` does not divide the values, [`QuantError::GroupNotDividing`]
+/// when the runs do not divide `k`.
+pub fn fake_quant_rows_gradient(
+    x: &[f32],
+    g: &[f32],
+    k: usize,
+    grid: &InputGrid,
+) -> Result<(Vec<f32>, f32), QuantError> {
+    check_len("gradient", x.len(), g.len())?;
+    if k == 0 || !x.len().is_multiple_of(k) {
+        check_len("activations", k, x.len())?;
+    }
+    let run = grid.args.group_len(k)?.max(1);
+    let row = |((x, g), dx): ((&[f32], &[f32]), &mut [f32])| {
+        let mut sum = 0.0f64;
+        for ((x, g), dx) in x.chunks(run).zip(g.chunks(run)).zip(dx.chunks_mut(run)) {
+            let seen = range(x);
+            match grid.run_qparams(seen.lo, seen.hi) {
+                Ok(p) if seen.finite => {
+                    let [scale, _] = gradient_run(x, g, &grid.args, p, dx);
+                    sum += if grid.is_capped(seen.hi.max(-seen.lo)) { scale } else { 0.0 };
+                }
+                _ => dx.copy_from_slice(g),
+            }
+        }
+        sum
+    };
+    let (k, mut dx) = (k.max(1), vec![0.0f32; x.len()]);
+    let rows: Vec<f64> = x
+        .par_chunks(k)
+        .zip(g.par_chunks(k))
+        .zip(dx.par_chunks_mut(k))
+        .with_min_len((TASK / k).max(1))
+        .map(row)
+        .collect();
+    Ok((dx, rows.iter().sum::<f64>() as f32))
 }
 
 /// Writes the values of fixed codes (`code - zero`, or what a float code stands for: exact in f32) on the scales of a learned

@@ -17,7 +17,8 @@ mod learned;
 mod scalar;
 
 pub use learned::{
-    Learned, LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, scaled_codes, scaled_codes_gradient,
+    Learned, LearnedGradients, fake_quant_learned, fake_quant_learned_gradient, fake_quant_rows_gradient, scaled_codes,
+    scaled_codes_gradient,
 };
 
 use dsq_quant::{Granularity, InputGrid, QParams, QuantArgs, QuantError};

@@ -38,8 +38,8 @@ pub struct LmTrainConfig {
     pub qat: LmPhase,
     /// Distillation of the QAT phase from the float result; `None`: cross-entropy only.
     pub distill: Option<Distill>,
-    /// Trains the scales and zero points of the QAT phase as parameters of their own (LSQ, LSQ+); `None`: they follow the
-    /// ranges of the weights.
+    /// Trains the scales and zero points of the QAT phase, of weights and of static inputs, as parameters of their own (LSQ, LSQ+);
+    /// `None`: they follow the ranges of the weights and inputs.
     pub learned_scales: Option<LearnedScales>,
     /// Trains adapters in the place of weights in the QAT phase (LoRA); `None`: the weights themselves, and all else.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -65,7 +65,7 @@ pub struct LearnedScales {
 }
 
 /// How the ranges of static activations are found: by an observer over batches of the float result, and by the same observer
-/// over the batches of QAT until they are frozen.
+/// over the batches of QAT until they are frozen. Learned grids start at the former, and nothing is observed in QAT.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InputRanges {

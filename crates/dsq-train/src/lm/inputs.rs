@@ -1,6 +1,6 @@
 //! Static grids of the inputs of a language model's layers in training: an observer for each tensor that layers read, fed first by
-//! batches of the float model, then by the model in training until its ranges are frozen. Layers that read one tensor share
-//! its observer, so they have one grid. The observers are those of image models (`dsq_model::RangeObserver`), the grid of a range
+//! batches of the float model, then, unless grids are learned, by the model in training until its ranges are frozen. Layers that
+//! read one tensor share its observer, so they have one grid. The observers are those of image models (`dsq_model::RangeObserver`), the grid of a range
 //! is dsq-quant's. Not the layers that use the grids.
 
 use super::data::Windows;
@@ -78,7 +78,9 @@ impl Inputs {
                 sites.push(Site { modules, args, observer });
             }
         }
-        Ok((!sites.is_empty()).then(|| Self { ranges: ranges.clone(), sites }))
+        // Learned grids start at the observed ranges and then go their own way.
+        let freeze_step = if config.learned_scales.is_some() { 0 } else { ranges.freeze_step };
+        Ok((!sites.is_empty()).then(|| Self { ranges: InputRanges { freeze_step, ..ranges.clone() }, sites }))
     }
 
     /// Whether the ranges follow the model in step `step` of QAT, from 0.

@@ -11,13 +11,13 @@ pub use inputs::observe_inputs;
 pub use speed::{StepTimes, time_steps};
 
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
-use crate::qat::{GRID_GLOBAL, GRID_SCALE, GRID_ZERO, GridRates, LORA_A, LORA_B};
+use crate::qat::{GRID_GLOBAL, GRID_SCALE, GRID_ZERO, GridRates, INPUT, LORA_A, LORA_B};
 use crate::{Control, RunDir, Snapshot, StateTensor, TrainError, qat};
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use data::Windows;
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
-use dsq_model::{HiddenTarget, LearnedGrid, Llama, Lora, Teacher};
+use dsq_model::{HiddenTarget, LearnedGrid, LearnedInput, Llama, Lora, Teacher};
 use dsq_quant::{QuantConfig, QuantizedMatrix};
 use inputs::Inputs;
 use serde::{Deserialize, Serialize};
@@ -226,7 +226,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// A model under fake quantization, with adapters, learned grids and static grids of inputs where the settings ask for them: those
-    /// among `tensors`, else new ones; the latter then come of the float model that `model` is.
+    /// among `tensors`, else new ones; the latter then come of the float model that `model` is. Learned grids of inputs start at the
+    /// observed ranges.
     fn prepared(&self, model: Llama, tensors: &[StateTensor]) -> Result<(Llama, Option<Inputs>), TrainError> {
         let inputs = self.inputs_of(&model, tensors)?;
         let mut model = qat::prepare(model, self.quant)?;
@@ -256,16 +257,26 @@ impl<'a> Trainer<'a> {
                 None => layer.learn_grid().map_err(|source| TrainError::Quant { module, source })?,
             }
         }
-        Ok((model, inputs))
+        model = qat::learn_inputs(model);
+        if tensors.is_empty() {
+            return Ok((model, inputs));
+        }
+        for (module, layer) in model.linears_mut() {
+            let Some((_, zero)) = layer.learned_input().map(LearnedInput::values) else { continue };
+            let saved = |end: &str| {
+                let name = format!("{module}.{INPUT}.{end}");
+                find(name.clone()).filter(|v| v.len() == 1).ok_or_else(|| broken(&name, "one number"))
+            };
+            let zero = zero.map(|_| saved(GRID_ZERO)).transpose()?;
+            layer.set_learned_input(LearnedInput::from_values(saved(GRID_SCALE)?, zero, &device()));
+        }
+        Ok((qat::share_input_grids(model), inputs))
     }
 
     /// The observers of static inputs: those saved among `tensors`, else calibrated on `model`.
     fn inputs_of(&self, model: &Llama, tensors: &[StateTensor]) -> Result<Option<Inputs>, TrainError> {
         let Some(mut inputs) = Inputs::new(model.config(), self.quant, self.config)? else { return Ok(None) };
-        let saved = inputs.restore(tensors).map_err(|name| TrainError::Artifact {
-            path: "checkpoints".into(),
-            problem: format!("{name}: expected the state of the recipe's observer, got another"),
-        })?;
+        let saved = inputs.restore(tensors).map_err(|name| broken(&name, "the state of the recipe's observer"))?;
         if !saved {
             inputs.calibrate(model, self.tokens, self.config)?;
         }
@@ -397,7 +408,7 @@ impl<'a> Trainer<'a> {
         };
         let model = self.model.clone();
         let moved = self.optimizer.step(model, &grads, rate, norm, phase.grad_clip, group);
-        self.model = qat::share_global_scales(moved);
+        self.model = qat::share_input_grids(qat::share_global_scales(moved));
         Ok((value, norm))
     }
 
@@ -474,7 +485,15 @@ fn device() -> Device {
     Device::flex().autodiff()
 }
 
-/// The tensors of a model, its adapters and its learned grids.
+/// The error of a checkpoint whose tensor `name` is not what this version saves.
+fn broken(name: &str, expected: &str) -> TrainError {
+    TrainError::Artifact {
+        path: "checkpoints".into(),
+        problem: format!("{name}: expected {expected}, got another or none"),
+    }
+}
+
+/// The tensors of a model, its adapters and the learned grids of its weights and inputs.
 fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
     let mut out: Vec<StateTensor> = model
         .named_tensors()
@@ -496,6 +515,13 @@ fn weights(model: &Llama, prefix: &str) -> Vec<StateTensor> {
                 shape: vec![data.len()],
                 data,
             }));
+        }
+    }
+    for (module, input) in model.linears().into_iter().filter_map(|(m, l)| Some((m, l.learned_input()?))) {
+        let (scale, zero) = input.values();
+        for (end, data) in [(GRID_SCALE, Some(scale)), (GRID_ZERO, zero)] {
+            let name = format!("{prefix}{module}.{INPUT}.{end}");
+            out.extend(data.map(|data| StateTensor { name, shape: vec![data.len()], data }));
         }
     }
     out
