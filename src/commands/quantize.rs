@@ -332,17 +332,6 @@ fn weight_scheme(
             .with_asymmetric_activations()
             .map_err(|e| CliError::usage(format!("--asymmetric-activations: {name}: {e}")))?;
     }
-    if scheme.weights.has_global_scale() {
-        let problem = "layers share a global scale, which the search for AWQ's scales does not know";
-        if args.method == Method::Awq {
-            let expected = format!("rtn, gptq, gptaq, autoround or blockwise for {name}");
-            return Err(CliError::usage(format!("--method: {problem}; expected {expected}, got awq")));
-        }
-        if args.calibration.scales_by_awq() {
-            let expected = format!("no such option for {name}");
-            return Err(CliError::usage(format!("--awq-scales: {problem}; expected {expected}, got it")));
-        }
-    }
     if scheme.weights.has_global_scale() && args.observer == ObserverName::WeightedMse {
         let problem = "the ranges of its groups are not searched with weights";
         return Err(CliError::usage(format!(

@@ -105,14 +105,6 @@ fn f084_f085_what_a_float_coded_scheme_does_not_have_is_refused_before_any_work(
     run(&["--scheme", "NVFP4A16", "--group-size", "32"], &["--scheme", "PerGroup(16)", "NVFP4A16 fixes"]);
     run(&["--scheme", "MXFP4A16", "--scale-dtype", "bf16"], &["scale_dtype", "F8_E8M0", "BF16"]);
     run(&["--scheme", "FP8A16", "--asymmetric"], &["--asymmetric", "no zero point"]);
-    run(
-        &["--scheme", "NVFP4A16", "--method", "awq", "--calib", text(&model)],
-        &["--method", "global scale", "gptq, gptaq", "awq"],
-    );
-    run(
-        &["--scheme", "NVFP4A16", "--method", "gptq", "--awq-scales", "--calib", text(&model)],
-        &["--awq-scales", "global scale", "NVFP4A16"],
-    );
     run(&["--group-size", "32", "--override", "lm_head=NVFP4A16:32"], &["--override", "PerGroup(16)"]);
     run(&["--group-size", "32", "--override", "lm_head=NVFP5"], &["--override", "NVFP4A16"]);
 }

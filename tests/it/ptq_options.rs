@@ -283,6 +283,8 @@ fn float_codes_go_through_every_method_that_trains_and_the_folder_is_what_was_tr
         ("NVFP4A16", &["--method", "blockwise", "--steps", "3"]),
         ("MXFP4A16", &["--method", "autoround", "--epochs", "2", "--steps", "3", "--end-weight-rate", "0.0005"]),
         ("FP8A16_BLOCK", &["--method", "blockwise", "--awq-scales", "--steps", "3"]),
+        ("NVFP4A16", &["--method", "awq"]),
+        ("NVFP4A16", &["--method", "gptq", "--awq-scales"]),
     ]
     .into_iter()
     .enumerate()

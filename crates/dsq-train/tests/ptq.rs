@@ -5,7 +5,9 @@ use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::Embedding;
 use dsq_model::{Layer, Llama, Sequences};
-use dsq_quant::{FloatType, Granularity, Mapping, QuantConfig, QuantScheme, WeightObserver};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
+};
 use dsq_train::ptq::{
     Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Scaling, Tuning, gptq_quantize, quantize_llama,
 };
@@ -214,12 +216,6 @@ fn every_method_on_float_codes_stays_near_the_float_model_and_layers_share_globa
         let mut quant = float_config(name);
         quant.scheme.weights.observer = WeightObserver::Mse;
         for method in METHODS {
-            if name == "NVFP4A16" && method.1 {
-                let settings = PtqSettings { scaling: Scaling::Awq, ..PtqSettings::new(&quant, method.0) };
-                let e = quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ()).unwrap_err();
-                assert!(e.to_string().contains("global") && e.exit_code() == 2, "{e}");
-                continue;
-            }
             let outcome = run(&ckpt, &quant, method, None);
             outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
             let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
@@ -230,6 +226,57 @@ fn every_method_on_float_codes_stays_near_the_float_model_and_layers_share_globa
             assert!(global("q_proj") == global("k_proj") && global("q_proj") == global("v_proj"));
             assert_eq!(global("gate_proj"), global("up_proj"));
         }
+    }
+}
+
+/// The scaled weights of a set are rounded under one global scale: what ships is that rounding, and it is nearer than the plain one.
+#[test]
+fn awq_on_nvfp4_ships_the_scaled_weights_under_the_largest_of_the_set() {
+    let ckpt = golden("llama_tiny");
+    let quant = float_config("NVFP4A16");
+    let outcome = run(&ckpt, &quant, (PtqMethod::Rtn, true), None);
+    assert!(!outcome.norms.is_empty());
+    for i in 0..model_of(&ckpt).num_hidden_layers {
+        let of = |part: &str| {
+            let module = format!("model.layers.{i}.{part}");
+            outcome.linears.iter().find(|l| l.module == module).unwrap()
+        };
+        for set in [
+            &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"][..],
+            &["self_attn.o_proj"],
+            &["mlp.gate_proj", "mlp.up_proj"],
+            &["mlp.down_proj"],
+        ] {
+            let scaled: Vec<Vec<f32>> = set
+                .iter()
+                .map(|part| {
+                    let (l, mut w) = (of(part), ckpt.linear(&format!("model.layers.{i}.{part}")).unwrap().into_f32());
+                    for (r, row) in w.chunks_mut(l.matrix.k).enumerate() {
+                        let scales = l.rescale.iter().flat_map(|s| s.columns.iter().map(|c| c * s.rows[r]));
+                        row.iter_mut().zip(scales).for_each(|(v, s)| *v *= s);
+                    }
+                    w
+                })
+                .collect();
+            let largest = scaled.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
+            let global = Some(QuantArgs::global_scale(largest));
+            for (part, w) in set.iter().zip(&scaled) {
+                let matrix = &of(part).matrix;
+                let want = QuantizedMatrix::quantize_under(w, matrix.n, matrix.k, matrix.args, global).unwrap();
+                assert_eq!(*matrix, want, "{i} {part}");
+            }
+        }
+    }
+    let (error, rounded) = outcome.linears.iter().filter_map(|l| l.fit).fold((0.0, 0.0), |(e, p), fit| {
+        assert!(fit.rtn_error > 0.0);
+        (e + fit.error, p + fit.rtn_error)
+    });
+    assert!(error < rounded, "{error} against {rounded}");
+    // The model that ships computes with these values.
+    let llama = Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap();
+    let model = outcome.model(&llama, &plain()).unwrap();
+    for ((_, layer), l) in model.linears().into_iter().zip(&outcome.linears) {
+        assert_eq!(layer.values(), l.matrix.dequantize());
     }
 }
 

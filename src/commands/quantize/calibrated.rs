@@ -168,11 +168,6 @@ impl CalibrationArgs {
         self.calib.as_deref()
     }
 
-    /// Whether AWQ's scales are asked for before another method.
-    pub(super) fn scales_by_awq(&self) -> bool {
-        self.awq_scales
-    }
-
     /// What can be known of the options for an image model.
     ///
     /// # Errors

@@ -12,7 +12,7 @@
 //! the paper's code takes that of the whole attention block.
 
 use super::hessian::Hessian;
-use dsq_kernels::fake_quant::fake_quant_weight;
+use dsq_kernels::fake_quant::{fake_quant_weight_under, largest_magnitude};
 use dsq_kernels::train::{Strided, matmul};
 use dsq_quant::{FloatType, QuantArgs, QuantError};
 use rayon::prelude::*;
@@ -33,8 +33,9 @@ pub(super) struct Consumer<'a> {
     pub args: QuantArgs,
 }
 
-/// Scales of the inputs that `consumers` share, `[k]`; `None` when 1 is best. `magnitude [k]` is what the
-/// scales are powers of; `realize` turns scales into those that can be had (by rounding what is divided to its stored
+/// Scales of the inputs that `consumers` share, `[k]`; `None` when 1 is best. Of consumers whose schemes have a global scale
+/// (NVFP4) all are rounded under that of the largest magnitude among them, once scaled: they must be all that share one. `magnitude
+/// [k]` is what the scales are powers of; `realize` turns scales into those that can be had (by rounding what is divided to its stored
 /// dtype, say).
 ///
 /// # Errors
@@ -47,8 +48,11 @@ pub(super) fn search(
 ) -> Result<Option<Vec<f32>>, (usize, QuantError)> {
     let mean = h.mean_f32();
     let total = |s: &[f32]| -> Result<f64, (usize, QuantError)> {
-        let one = |(i, c): (usize, &Consumer)| error(c, s, &mean).map_err(|e| (i, e));
-        consumers.iter().enumerate().map(one).sum()
+        let scaled: Vec<Vec<f32>> = consumers.iter().map(|c| scale_columns(c.w, s)).collect();
+        let global = shared_global(consumers.iter().zip(&scaled).map(|(c, w)| (c.args, largest_magnitude(w))));
+        let one =
+            |(i, (c, scaled)): (usize, (&Consumer, &Vec<f32>))| error(c, scaled, s, global, &mean).map_err(|e| (i, e));
+        consumers.iter().zip(&scaled).enumerate().map(one).sum()
     };
     let mut least = total(&vec![1.0; h.k()])?;
     let mut best = None;
@@ -90,14 +94,21 @@ fn scales(magnitude: &[f64], alpha: f64) -> Vec<f32> {
     s.iter().map(|v| (v / middle) as f32).collect()
 }
 
-/// The mean squared output error over tokens, summed over rows, of `c` rounded with column scales `s`; `mean` is the
-/// Hessian over the number of tokens. In f32, summed in f64 in a fixed order.
-fn error(c: &Consumer, s: &[f32], mean: &[f32]) -> Result<f64, QuantError> {
+/// The global scale that layers with these schemes and largest magnitudes share: that of the largest magnitude of those that have
+/// one. Which value it has where none does means nothing.
+pub(super) fn shared_global(layers: impl Iterator<Item = (QuantArgs, f32)>) -> f32 {
+    QuantArgs::global_scale(layers.filter(|(args, _)| args.has_global_scale()).fold(0.0, |m, (_, w)| m.max(w)))
+}
+
+/// The mean squared output error over tokens, summed over rows, of `c` rounded with column scales `s`, which makes `scaled` of its
+/// weight, under `global` where its scheme has a global scale; `mean` is the Hessian over the number of tokens. In f32, summed in
+/// f64 in a fixed order.
+fn error(c: &Consumer, scaled: &[f32], s: &[f32], global: f32, mean: &[f32]) -> Result<f64, QuantError> {
     let k = s.len();
     let n = c.w.len().checked_div(k).unwrap_or(0);
-    let scaled = scale_columns(c.w, s);
     let (mut errors, mut inside) = (vec![0.0f32; n * k], vec![0u8; n * k]);
-    fake_quant_weight(&scaled, n, k, &c.args, &mut errors, &mut inside)?;
+    let global = c.args.has_global_scale().then_some(global);
+    fake_quant_weight_under(scaled, n, k, &c.args, global, &mut errors, &mut inside)?;
     errors.par_chunks_mut(k.max(1)).zip(c.w.par_chunks(k.max(1))).for_each(|(e, w)| {
         e.iter_mut().zip(w).zip(s).for_each(|((e, w), s)| *e = w - *e / s);
     });
@@ -196,6 +207,41 @@ mod tests {
             }
         }
         assert!(gained >= 6, "large inputs leave something to gain on most grids: {gained} of 12");
+    }
+
+    /// Under NVFP4 every candidate has another global scale, that of the largest scaled weight of the set.
+    #[test]
+    fn under_a_shared_global_scale_the_search_is_by_that_of_the_whole_set() {
+        let (n, k, a) = (24, 96, QuantArgs::nvfp4());
+        for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
+            let a = QuantArgs { observer, ..a };
+            let (h, w) = case(n, k, 5);
+            // A hundred times as large: it alone decides, and scales of the first are far below the largest E4M3 number.
+            let other: Vec<f32> = normal(8 * k, 9).iter().map(|v| 100.0 * v).collect();
+            let magnitude = h.mean_magnitude();
+            let set = [Consumer { w: &w, args: a }, Consumer { w: &other, args: a }];
+            let of_set = |s: &[f32]| -> [f64; 2] {
+                let scaled = [&w, &other].map(|w| scale_columns(w, s));
+                let largest = scaled.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
+                let global = Some(QuantArgs::global_scale(largest));
+                [(&w, &scaled[0]), (&other, &scaled[1])].map(|(w, scaled)| {
+                    let q = QuantizedMatrix::quantize_under(scaled, w.len() / k, k, a, global).unwrap().dequantize();
+                    let e: Vec<f32> = w.iter().zip(q.iter().enumerate()).map(|(w, (i, q))| w - q / s[i % k]).collect();
+                    h.output_errors(&e).iter().sum()
+                })
+            };
+            let errors: Vec<[f64; 2]> =
+                (0..GRID).map(|i| of_set(&scales(&magnitude, i as f64 / GRID as f64))).collect();
+            let total = |e: &[f64; 2]| e[0] + e[1];
+            let least = errors.iter().map(total).fold(f64::MAX, f64::min);
+            let s = search(&h, &magnitude, &set, |s| s).unwrap().unwrap();
+            assert!((total(&of_set(&s)) / least - 1.0).abs() < 1e-3, "{errors:?}");
+            assert!(least < 0.95 * total(&errors[0]), "skewed inputs leave something to gain: {errors:?}");
+            // Alone the first weight has a finer grid than in the set.
+            let alone = search(&h, &magnitude, &set[..1], |s| s).unwrap().unwrap();
+            let own = |s: &[f32]| exact(&h, &w, s, a);
+            assert!(own(&alone) < 0.95 * own(&[1.0; 96]) && own(&alone) <= own(&s) * 1.001);
+        }
     }
 
     #[test]

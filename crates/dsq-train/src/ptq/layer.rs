@@ -5,9 +5,10 @@ use super::awq::{self, Consumer};
 use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptaq, gptq};
 use crate::TrainError;
 use dsq_checkpoint::Dtype;
+use dsq_kernels::fake_quant::largest_magnitude;
 use dsq_model::Layer;
 use dsq_model::layers::{Linear, RmsNorm};
-use dsq_quant::{FloatType, QuantArgs, QuantError};
+use dsq_quant::{FloatType, QuantArgs, QuantError, QuantizedMatrix};
 
 const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 const V: &str = "self_attn.v_proj";
@@ -77,7 +78,11 @@ impl Run<'_> {
                 linear.set_values(gptaq::targets(linear.values(), &h));
             }
         }
-        let global = self.shared_global(layer, parts);
+        let magnitudes = layer.linears().map(|(part, l)| (part, l.largest_magnitude()));
+        let global = self.shared_global(parts, magnitudes.into_iter());
+        // Of plain rounding, where columns were scaled.
+        let unscaled =
+            self.shared_global(parts, work.0.iter().map(|(part, l)| (*part, largest_magnitude(&l.original))));
         let factor = if method.factors() { Factor::new(&h) } else { None };
         for (part, linear) in layer.linears_mut() {
             let module = self.module(part);
@@ -102,7 +107,7 @@ impl Run<'_> {
             let rescale = work.of(part).rescale.clone();
             // GPTAQ's targets are not the weights, so that rounding these is no measure of it.
             if let Some(r) = rescale.as_ref().filter(|_| self.float_layer.is_none()) {
-                fit.rtn_error = rounding_error(&work.of(part).original, r, &h, args)
+                fit.rtn_error = rounding_error(&work.of(part).original, r, &h, args, unscaled)
                     .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             }
             self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale });
@@ -110,12 +115,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The global scale of those of `parts` that have one: they share that of the largest magnitude of all.
-    fn shared_global(&self, layer: &Layer, parts: &[&str]) -> f32 {
-        let with = layer.linears().into_iter().filter(|(part, _)| {
-            parts.contains(part) && self.args(&self.module(part)).is_some_and(|a| a.has_global_scale())
-        });
-        QuantArgs::global_scale(with.map(|(_, l)| l.largest_magnitude()).fold(0.0, f32::max))
+    /// The global scale of those of `parts` that have one, from the largest magnitudes of the layer's weights: they share it.
+    fn shared_global<'p>(&self, parts: &[&str], magnitudes: impl Iterator<Item = (&'p str, f32)>) -> f32 {
+        let with = magnitudes.filter(|(part, _)| parts.contains(part));
+        awq::shared_global(with.filter_map(|(part, m)| Some((self.args(&self.module(part))?, m))))
     }
 
     /// The grids of `parts`, if all of them have one.
@@ -190,11 +193,21 @@ impl Run<'_> {
     }
 }
 
-/// The output error of the unscaled weight `original`, rounded to nearest, where inputs (those of `h`) and outputs are the
-/// scaled ones.
-fn rounding_error(original: &[f32], scales: &Rescale, h: &Hessian, args: QuantArgs) -> Result<f64, QuantError> {
+/// The output error of the unscaled weight `original`, rounded to nearest (under `global`, for a scheme that has a global scale), where
+/// inputs (those of `h`) and outputs are the scaled ones.
+fn rounding_error(
+    original: &[f32],
+    scales: &Rescale,
+    h: &Hessian,
+    args: QuantArgs,
+    global: f32,
+) -> Result<f64, QuantError> {
     let (n, k) = (scales.rows.len(), scales.columns.len());
-    let rounded = dsq_kernels::quantize::quantize(original, n, k, args)?.dequantize();
+    let rounded = match args.has_global_scale() {
+        true => QuantizedMatrix::quantize_under(original, n, k, args, Some(global))?,
+        false => dsq_kernels::quantize::quantize(original, n, k, args)?,
+    };
+    let rounded = rounded.dequantize();
     let mut errors: Vec<f32> = original.iter().zip(rounded).map(|(w, v)| w - v).collect();
     scales.apply(&mut errors);
     Ok(h.output_errors(&errors).iter().sum())

@@ -37,7 +37,7 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_kernels::fake_quant::largest_magnitude;
 use dsq_model::layers::{Embedding, RmsNorm};
 use dsq_model::{Layer, Llama, ModelError, Sequences};
-use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_quant::{FloatType, InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -226,7 +226,7 @@ const WALKS_AGAIN: usize = 2;
 /// threads gives the same bits.
 ///
 /// # Errors
-/// [`TrainError::Setting`] for codes that the method cannot choose, [`TrainError::Model`] for another architecture or tensors that cannot be
+/// [`TrainError::Model`] for another architecture or tensors that cannot be
 /// read; [`TrainError::Activations`] (exit code 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
 pub fn quantize_llama(
     checkpoint: &Checkpoint,
@@ -238,7 +238,6 @@ pub fn quantize_llama(
         ModelConfig::Llama(c) => c,
         other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }.into()),
     };
-    check_codes(&settings)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
     for i in 0..model.num_hidden_layers {
         run.progress.layer = i;
@@ -258,20 +257,6 @@ pub fn quantize_llama(
         run.end_to_end(settings.end_text.unwrap_or(calibration))?;
     }
     Ok(run.outcome)
-}
-
-/// Refuses what a method cannot choose: NVFP4's layers share a global scale, which AWQ's search, one layer at a time, does not know.
-fn check_codes(settings: &PtqSettings) -> Result<(), TrainError> {
-    let config = settings.config;
-    let mut schemes = config.overrides.iter().map(|(_, s)| s).chain([&config.scheme]);
-    match schemes.find(|s| s.weights.has_global_scale() && settings.scaling == Scaling::Awq) {
-        None => Ok(()),
-        Some(QuantScheme { weights: a, .. }) => Err(TrainError::Setting {
-            field: "scheme".into(),
-            expected: "scales without a global one, for AWQ's scales".into(),
-            got: format!("{}, {:?}", a.qtype.name(), a.granularity),
-        }),
-    }
 }
 
 /// A float device without gradients.
