@@ -241,16 +241,17 @@ fn evaluate(
     // the whole range, as is usual, and by the recipe's own observer where that is another.
     let mut whole_range = plan.quant.clone();
     whole_range.scheme.weights.observer = WeightObserver::MinMax;
+    let observed = plan.inputs(&outcome.float)?;
     let mut rounded = Vec::new();
     for (suffix, model) in [("", Some(&outcome.float)), ("_equal_tokens", outcome.float_equal_tokens.as_ref())] {
         let Some(model) = model else { continue };
-        let inputs = plan.inputs(model)?;
+        let inputs = if suffix.is_empty() { observed.clone() } else { plan.inputs(model)? };
         rounded.push((format!("rtn{suffix}"), qat::round_to_nearest(model.clone(), &whole_range, &inputs)?));
         if plan.quant.scheme.weights.observer == WeightObserver::Mse {
             rounded.push((format!("rtn_mse{suffix}"), qat::round_to_nearest(model.clone(), &plan.quant, &inputs)?));
         }
     }
-    let calibrated = calibrated(plan, outcome, run)?;
+    let calibrated = calibrated(plan, outcome, &observed, run)?;
     let runtime = LlamaRuntime::load(&Checkpoint::open(&run.join(place::EXPORTED))?, start.global.threads())?;
     let mut cache = runtime.new_cache(job.eval_context)?;
     let mut candidates = vec![graph("float", 32.0, &outcome.float)];
@@ -306,8 +307,14 @@ fn evaluate(
 }
 
 /// What post-training quantization with calibration on the training text gives of the float model: GPTQ with ranges of least
-/// squared error, AWQ with whole ranges, which suit each best.
-fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'static str, Llama)>, CliError> {
+/// squared error, AWQ with whole ranges, which suit each best. `observed`: the static grids of the float model's inputs by the
+/// recipe's observer.
+fn calibrated(
+    plan: &Plan,
+    outcome: &LmOutcome,
+    observed: &[(String, InputGrid)],
+    run: &Path,
+) -> Result<Vec<(&'static str, Llama)>, CliError> {
     if plan.quant.scheme.weights.qtype.float().is_some() {
         // Not compared: rounding and training are.
         return Ok(Vec::new());
@@ -322,14 +329,19 @@ fn calibrated(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Vec<(&'sta
         .map(|(name, method, observer)| {
             let mut config = plan.quant.clone();
             config.scheme.weights.observer = observer;
+            let scaled = name == "awq";
             let settings = PtqSettings {
-                scaling: if name == "awq" { Scaling::Awq } else { Scaling::None },
+                scaling: if scaled { Scaling::Awq } else { Scaling::None },
                 float_dtype: Some(FloatType::F32),
+                inputs: if scaled { &[] } else { observed },
                 ..PtqSettings::new(&config, method)
             };
             let found = quantize_llama(&float, settings, &calibration, &mut |_| ())?;
             let model = found.model(&outcome.float, &config).map_err(dsq_train::TrainError::from)?;
-            // Static inputs by the recipe's observer, as in every other row; AWQ has scaled some of them.
+            if !scaled {
+                return Ok((name, model));
+            }
+            // AWQ makes inputs that nobody has observed: by the recipe's observer too, of the model with its codes.
             let inputs = plan.inputs(&model)?;
             Ok((name, qat::quantize_inputs(model, &config, &inputs)))
         })

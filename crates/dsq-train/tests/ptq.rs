@@ -6,7 +6,7 @@ use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::layers::Embedding;
 use dsq_model::{Layer, Llama, Sequences};
 use dsq_quant::{
-    FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
+    FloatType, Granularity, InputGrid, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
 };
 use dsq_train::ptq::{
     Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Scaling, Tuning, gptq_quantize, quantize_llama,
@@ -227,6 +227,36 @@ fn every_method_on_float_codes_stays_near_the_float_model_and_layers_share_globa
             assert_eq!(global("gate_proj"), global("up_proj"));
         }
     }
+}
+
+/// Grids of inputs that are known before are those on which codes are chosen, and those that ship.
+#[test]
+fn codes_are_chosen_on_the_input_grids_that_are_given() {
+    let ckpt = golden("llama_tiny");
+    let scheme = QuantScheme::preset("W4A4", Granularity::PerChannel, FloatType::F32).unwrap();
+    let quant = QuantConfig::new(scheme, &["lm_head".to_owned()]).unwrap();
+    let quantize = |settings: PtqSettings| quantize_llama(&ckpt, settings, &calibration(600, 40), &mut |_| ());
+    let own = quantize(PtqSettings::new(&quant, PtqMethod::Gptq)).unwrap();
+    // The very grids that it finds itself change nothing; others give other codes, and stay as they are.
+    let of = |inputs: &[(String, InputGrid)]| {
+        let out = quantize(PtqSettings { inputs, ..PtqSettings::new(&quant, PtqMethod::Gptq) }).unwrap();
+        assert_eq!(out.inputs, inputs);
+        out.linears.into_iter().map(|l| l.matrix).collect::<Vec<_>>()
+    };
+    let codes = |out: &PtqOutcome| out.linears.iter().map(|l| l.matrix.clone()).collect::<Vec<_>>();
+    assert_eq!(of(&own.inputs), codes(&own));
+    let mut narrow = own.inputs.clone();
+    narrow.iter_mut().for_each(|(_, grid)| grid.params.as_mut().unwrap().scale *= 0.7);
+    let with = of(&narrow);
+    // q, k and v of the first layer see no quantized layer before them, and their own inputs in float.
+    assert!(with[..3] == codes(&own)[..3] && with[3..].iter().zip(&codes(&own)[3..]).all(|(a, b)| a != b));
+    let refused = |settings: PtqSettings, word: &str| {
+        let e = quantize(settings).unwrap_err();
+        assert!(e.to_string().contains(word) && e.exit_code() == 2, "{e}");
+    };
+    let given = PtqSettings { inputs: &narrow, ..PtqSettings::new(&quant, PtqMethod::Gptq) };
+    refused(PtqSettings { scaling: Scaling::Awq, ..given }, "Awq");
+    refused(PtqSettings { config: &plain(), ..given }, "float");
 }
 
 /// The scaled weights of a set are rounded under one global scale: what ships is that rounding, and it is nearer than the plain one.

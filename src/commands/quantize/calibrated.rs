@@ -406,7 +406,7 @@ pub(super) fn quantize(
         bar.set_position(p.done as u64);
     };
     let end_text = text.further.as_ref();
-    let settings = PtqSettings { config, method, scaling, weighted, float_dtype, tuning, end_text };
+    let settings = PtqSettings { config, method, scaling, weighted, float_dtype, inputs: &[], tuning, end_text };
     let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {

@@ -202,6 +202,9 @@ pub struct PtqSettings<'a> {
     pub weighted: bool,
     /// Dtype in which float tensors will be stored; `None`: as the source stores them.
     pub float_dtype: Option<FloatType>,
+    /// Static grids of inputs, by module, that are known before (of what [`crate::observe_inputs`] gives, say): codes are chosen on
+    /// them, and they ship. Not with [`PtqSettings::scaling`], which makes other inputs. Other layers get their own.
+    pub inputs: &'a [(String, InputGrid)],
     /// For [`PtqMethod::Blockwise`] and [`PtqMethod::AutoRound`].
     pub tuning: Tuning,
     /// Text of the end-to-end steps, of the model's vocabulary; `None`: that of the calibration.
@@ -212,7 +215,7 @@ impl<'a> PtqSettings<'a> {
     /// `method` without scaled columns, float tensors as they are, and the usual training.
     pub fn new(config: &'a QuantConfig, method: PtqMethod) -> Self {
         let (scaling, weighted, tuning) = (Scaling::None, false, Tuning::default());
-        Self { config, method, scaling, weighted, float_dtype: None, tuning, end_text: None }
+        Self { config, method, scaling, weighted, float_dtype: None, inputs: &[], tuning, end_text: None }
     }
 }
 
@@ -226,7 +229,7 @@ const WALKS_AGAIN: usize = 2;
 /// threads gives the same bits.
 ///
 /// # Errors
-/// [`TrainError::Model`] for another architecture or tensors that cannot be
+/// [`TrainError::Setting`] for grids of inputs that do not fit, [`TrainError::Model`] for another architecture or tensors that cannot be
 /// read; [`TrainError::Activations`] (exit code 6) when calibration meets a value that is not finite; [`TrainError::Quant`] naming the layer.
 pub fn quantize_llama(
     checkpoint: &Checkpoint,
@@ -238,6 +241,7 @@ pub fn quantize_llama(
         ModelConfig::Llama(c) => c,
         other => return Err(ModelError::Architecture { expected: "llama", got: format!("{other:?}") }.into()),
     };
+    check_inputs(&settings)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
     for i in 0..model.num_hidden_layers {
         run.progress.layer = i;
@@ -257,6 +261,26 @@ pub fn quantize_llama(
         run.end_to_end(settings.end_text.unwrap_or(calibration))?;
     }
     Ok(run.outcome)
+}
+
+/// Refuses grids that cannot be those of the inputs.
+fn check_inputs(settings: &PtqSettings) -> Result<(), TrainError> {
+    let refuse = |expected: String, got: String| Err(TrainError::Setting { field: "inputs".into(), expected, got });
+    if let (Some((module, _)), true) = (settings.inputs.first(), settings.scaling != Scaling::None) {
+        let expected = "no grids known before, where input columns are scaled".into();
+        return refuse(expected, format!("one of {module} and {:?}", settings.scaling));
+    }
+    for (module, grid) in settings.inputs {
+        let scheme = settings.config.scheme_for(module).and_then(|s| s.activations);
+        if scheme != Some(grid.args) || grid.params.is_none() {
+            let shown = |args: Option<QuantArgs>| {
+                args.map_or("float".into(), |a| format!("{} {:?}", a.qtype.name(), a.granularity))
+            };
+            let expected = format!("a stored grid of the scheme's activations for {module} ({})", shown(scheme));
+            return refuse(expected, shown(Some(grid.args)));
+        }
+    }
+    Ok(())
 }
 
 /// A float device without gradients.
@@ -363,12 +387,15 @@ impl<'a> Run<'a> {
         self.settings.config.scheme_for(module).and_then(|s| s.activations)
     }
 
-    /// The static grid of the inputs of `module`, from the range that calibration met; kept for the export.
+    /// The static grid of the inputs of `module`, known before or from the range that calibration met; kept for the export.
     fn fix_inputs(&mut self, module: &str, h: &Hessian) -> Result<Option<InputGrid>, TrainError> {
         let Some(args) = self.activations(module).filter(|a| !a.is_dynamic()) else { return Ok(None) };
         let [lo, hi] = h.range();
-        let grid = InputGrid::of_range(args, lo, hi)
-            .map_err(|source| TrainError::Quant { module: format!("{module}, input"), source })?;
+        let grid = match self.settings.inputs.iter().find(|(m, _)| m == module) {
+            Some((_, grid)) => *grid,
+            None => InputGrid::of_range(args, lo, hi)
+                .map_err(|source| TrainError::Quant { module: format!("{module}, input"), source })?,
+        };
         self.outcome.inputs.push((module.to_owned(), grid));
         Ok(Some(grid))
     }
