@@ -134,13 +134,17 @@ impl Run<'_> {
         self.starts.clear();
         let mut quantized = self.quantize_layer(float.clone())?;
         self.float_layer = None;
-        (self.stream, self.float_stream) = inputs;
+        let passed = std::mem::replace(&mut self.float_stream, inputs.1);
+        self.stream = inputs.0;
 
-        let mut targets = Vec::with_capacity(self.stream.len());
-        for i in 0..self.stream.len() {
-            targets.push(float.forward(self.float_stream[i].clone(), &self.stream[i].0));
-            self.tick(1);
-        }
+        let targets = match self.settings.method.follows_float() {
+            // GPTAQ took the float model's stream past the layer.
+            true => passed,
+            false => {
+                self.float_stream.iter().zip(&self.stream).map(|(x, (b, _))| float.forward(x.clone(), b)).collect()
+            }
+        };
+        self.tick(self.stream.len());
         if self.starts.is_empty() {
             // The whole block stays in float.
             self.advance(|x, batch| float.forward(x, batch));

@@ -32,7 +32,7 @@ impl Run<'_> {
         let norm = "input_layernorm";
         self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
         if awq {
-            o = self.observe(&layer, &O, None, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
+            o = self.observe_alone(&layer, &O, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
             let (heads, kv_heads, d) =
                 (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
             self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_mut())?;
@@ -48,7 +48,7 @@ impl Run<'_> {
         let norm = "post_attention_layernorm";
         self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
         if awq {
-            down = self.observe(&layer, &DOWN, None, |l, x, _| l.down_input(l.gate_up_input(x)))?;
+            down = self.observe_alone(&layer, &DOWN, |l, x, _| l.down_input(l.gate_up_input(x)))?;
             let ffn = self.model.intermediate_size;
             self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_mut())?;
         }

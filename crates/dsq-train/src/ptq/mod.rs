@@ -436,6 +436,19 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// [`Run::observe`] of what only AWQ's scales are searched on: the float model's inputs are not asked for.
+    fn observe_alone(
+        &mut self,
+        layer: &Layer,
+        parts: &[&str],
+        input: impl Fn(&Layer, Tensor<3>, &Sequences) -> Tensor<3>,
+    ) -> Result<Option<Hessian>, TrainError> {
+        let float = self.float_layer.take();
+        let h = self.observe(layer, parts, None, input);
+        self.float_layer = float;
+        h
+    }
+
     /// Of the inputs that `input` makes of the residual stream, and beside them those that `float` makes of the float model's.
     fn hessian(
         &mut self,
