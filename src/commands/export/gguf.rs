@@ -16,7 +16,13 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     };
     global.use_threads();
     let ckpt = Checkpoint::open(&args.model)?;
-    let options = GgufOptions { ty, dtype: args.dtype, requantize: args.requantize, overwrite: args.overwrite };
+    let options = GgufOptions {
+        ty,
+        dtype: args.dtype,
+        requantize: args.requantize,
+        keep: Vec::new(),
+        overwrite: args.overwrite,
+    };
     let export = GgufExport::new(&ckpt, &args.out, options)?;
     let count = export.tensors() as u64;
     let bar = output::progress(count, "compare {bar:30} {pos}/{len} tensors {eta}");

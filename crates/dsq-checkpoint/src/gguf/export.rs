@@ -28,7 +28,7 @@ const MAGIC: &[u8] = b"GGUF";
 pub type Encode<'a> = dyn Fn(GgufGrid, &[f32]) -> Result<Vec<u8>, QuantError> + 'a;
 
 /// What to write.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct GgufOptions {
     /// The kind of file.
     pub ty: GgufType,
@@ -37,6 +37,8 @@ pub struct GgufOptions {
     /// Whether values of a quantized source may change. Every matrix then gets the type of `ty`, also those that the source
     /// has in float.
     pub requantize: bool,
+    /// Modules (`model.embed_tokens` too) that a float source's file keeps in the floats of the source.
+    pub keep: Vec<String>,
     /// Whether a GGUF file of that name may be replaced.
     pub overwrite: bool,
 }
@@ -146,17 +148,21 @@ impl<'a> GgufExport<'a> {
         let (mut plan, mut odd) = (Vec::new(), Vec::new());
         for ((file, t), kind) in tensors.into_iter().zip(kinds) {
             let columns = if t.shape.len() < 2 { 0 } else { t.shape[1] };
-            let Some(wanted) = options.ty.of_tensor(&file, columns, &config) else {
-                odd.push(format!("{} ({columns})", t.name));
-                continue;
-            };
+            let wanted = options.ty.of_tensor(&file, columns, &config);
             let embedding = file == "token_embd.weight" || file == "output.weight";
             let ty = match kind {
                 Kind::Float(stored) if lossless && columns > 0 => options.dtype.and_then(GgmlType::of_float).unwrap_or(stored),
+                Kind::Float(stored) if options.keep.iter().any(|m| t.name.strip_suffix(".weight") == Some(m)) => stored,
                 // llama.cpp's mixes want these finer than the rest; what the source has is kept.
                 Kind::Blocks(grid) if lossless && embedding => GgmlType::of_grid(grid),
                 Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => finest(source, &t.name, options.ty),
-                _ => wanted,
+                _ => match wanted {
+                    Some(ty) => ty,
+                    None => {
+                        odd.push(format!("{} ({columns})", t.name));
+                        continue;
+                    }
+                },
             };
             plan.push(Planned { file, name: t.name, shape: t.shape, ty, heads: t.interleaved_heads, kind });
         }

@@ -2,7 +2,9 @@
 //! without an importance matrix (`llama-quant.cpp`, `llama_tensor_get_type`). Not the quantization itself.
 
 use super::dequant::GgmlType;
+use super::llama::expected_tensors;
 use crate::LlamaConfig;
+use dsq_quant::GgufGrid;
 
 /// A kind of GGUF file, named as llama.cpp names it (`general.file_type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +86,25 @@ impl GgufType {
             }
             _ => None,
         }
+    }
+}
+
+impl GgufType {
+    /// The blocks that each linear layer of a model gets in such a file, by its module name; none where they are plain floats.
+    pub fn grids(self, config: &LlamaConfig) -> Vec<(String, GgufGrid)> {
+        let grid = |file: &str, shape: &[usize]| self.of_tensor(file, *shape.get(1)?, config)?.grid();
+        let all = expected_tensors(config).into_iter().filter(|(file, _)| file != "token_embd.weight");
+        all.filter_map(|(file, t)| {
+            let module = t.name.strip_suffix(".weight")?.to_owned();
+            Some((module, grid(&file, &t.shape)?))
+        })
+        .collect()
+    }
+}
+
+impl serde::Serialize for GgufType {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
     }
 }
 
