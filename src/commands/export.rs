@@ -62,6 +62,10 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
     let keep_codes = matches!(args.format, Format::CompressedTensors);
+    if args.requantize && !(keep_codes && ckpt.is_gguf()) {
+        let problem = "expected no such option but for GGUF, to it or from it to compressed-tensors, got it";
+        return Err(CliError::usage(format!("--requantize: {problem}")));
+    }
     let mut blocks = HashMap::new();
     if keep_codes && ckpt.is_gguf() {
         blocks = codes_of_blocks(&args, &ckpt)?;

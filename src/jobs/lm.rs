@@ -8,7 +8,10 @@ use crate::overlap::{self, Sketch};
 use crate::plot::{Series, loss_curve};
 use crate::recipe::LmJob;
 use crate::{input, output};
-use dsq_checkpoint::{Checkpoint, ExportTensor, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord, export_folder,
+    write_atomic,
+};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
 use dsq_quant::{FloatType, InputGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix, WeightObserver};

@@ -317,8 +317,12 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
 /// Blocks of GGUF are exported as a GGUF file, codes as a folder.
 fn check_format(section: &Section, gguf: bool, quant: &QuantSettings) -> Result<(), CliError> {
     let problem = match (gguf, quant.gguf) {
-        (false, Some(ty)) => format!("expected \"gguf\" with quant.scheme = \"{}\", got \"compressed-tensors\"", ty.name()),
-        (true, None) => format!("expected \"compressed-tensors\" but with quant.scheme one of {}, got \"gguf\"", gguf_names()),
+        (false, Some(ty)) => {
+            format!("expected \"gguf\" with quant.scheme = \"{}\", got \"compressed-tensors\"", ty.name())
+        }
+        (true, None) => {
+            format!("expected \"compressed-tensors\" but with quant.scheme one of {}, got \"gguf\"", gguf_names())
+        }
         _ => return Ok(()),
     };
     Err(section.error(format!("export.format: {problem}")))
@@ -543,14 +547,8 @@ fn read_gguf_quant(mut quant: Section, ty: GgufType, language: bool) -> Result<Q
     if !language {
         return Err(quant.error(format!("scheme: expected a scheme of integers for an image model, got {}", ty.name())));
     }
-    let fixed = [
-        "scale_dtype",
-        "granularity",
-        "observer",
-        "asymmetric",
-        "asymmetric_activations",
-        "static_activations",
-    ];
+    let fixed =
+        ["scale_dtype", "granularity", "observer", "asymmetric", "asymmetric_activations", "static_activations"];
     if let Some(key) = fixed.into_iter().find(|key| quant.given(key)) {
         return Err(quant.refused(key, &format!("no such key, because {} leaves no choice", ty.name())));
     }
@@ -561,7 +559,8 @@ fn read_gguf_quant(mut quant: Section, ty: GgufType, language: bool) -> Result<Q
     }
     // What stands for the blocks where only shapes and kinds are asked for.
     let nearest = if ty == GgufType::Q8_0 { "W8A16" } else { "W4A16" };
-    let scheme = QuantScheme::preset(nearest, Granularity::PerGroup(group), FloatType::F16).map_err(|e| quant.error(e))?;
+    let scheme =
+        QuantScheme::preset(nearest, Granularity::PerGroup(group), FloatType::F16).map_err(|e| quant.error(e))?;
     quant.finish()?;
     Ok(QuantSettings { scheme, ignore, gguf: Some(ty) })
 }

@@ -247,7 +247,9 @@ impl Checkpoint {
     pub fn block_codes(&self, module: &str) -> Result<Option<QuantizedMatrix>, CheckpointError> {
         let name = format!("{module}.weight");
         let (Some(file), Some(info)) = (self.gguf(), self.info(&name)) else { return Ok(None) };
-        let (Some((grid, blocks)), &[n, k]) = (file.read_blocks(&name)?, info.shape.as_slice()) else { return Ok(None) };
+        let (Some((grid, blocks)), &[n, k]) = (file.read_blocks(&name)?, info.shape.as_slice()) else {
+            return Ok(None);
+        };
         Ok(grid.to_codes(&blocks, n, k))
     }
 

@@ -229,8 +229,9 @@ impl FileWriter {
         }
         if !overwrite {
             let problem = "expected a new name, got that of a file that exists";
-            return Err(CheckpointError::usage(out, "--out", problem)
-                .with_hint("choose another --out, or add --overwrite"));
+            return Err(
+                CheckpointError::usage(out, "--out", problem).with_hint("choose another --out, or add --overwrite")
+            );
         }
         let mut head = Vec::new();
         let file = File::open(out).map_err(io)?;

@@ -16,13 +16,8 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     };
     global.use_threads();
     let ckpt = Checkpoint::open(&args.model)?;
-    let options = GgufOptions {
-        ty,
-        dtype: args.dtype,
-        requantize: args.requantize,
-        keep: Vec::new(),
-        overwrite: args.overwrite,
-    };
+    let options =
+        GgufOptions { ty, dtype: args.dtype, requantize: args.requantize, keep: Vec::new(), overwrite: args.overwrite };
     let export = GgufExport::new(&ckpt, &args.out, options)?;
     let count = export.tensors() as u64;
     let bar = output::progress(count, "compare {bar:30} {pos}/{len} tensors {eta}");
@@ -32,8 +27,10 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
         if !args.requantize {
             let at = printable(&args.model.to_string_lossy());
             let problem = format!("{} does not hold what this quantized model holds; {loss}", ty.name());
-            return Err(CliError::usage(format!("{at}: --gguf-type: expected a type without loss, got one: {problem}"))
-                .with_hint("--requantize writes it all the same; the float model gives a better file"));
+            return Err(CliError::usage(format!(
+                "{at}: --gguf-type: expected a type without loss, got one: {problem}"
+            ))
+            .with_hint("--requantize writes it all the same; the float model gives a better file"));
         }
         output::note(format!("requantized: {loss}"));
     }
@@ -94,7 +91,9 @@ fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Optio
         output::line(format!("note: the {scales} scales of the KV cache are left out: a GGUF file has none"));
     }
     if inputs > 0 {
-        output::line(format!("note: the inputs of {inputs} layers are on no grid any more: a GGUF file has none of inputs"));
+        output::line(format!(
+            "note: the inputs of {inputs} layers are on no grid any more: a GGUF file has none of inputs"
+        ));
     }
     output::line(format!("proof: every tensor was read back equal ({out}.dsq-proof.json)"));
 }

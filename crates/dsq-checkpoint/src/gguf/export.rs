@@ -143,7 +143,10 @@ impl<'a> GgufExport<'a> {
         let lossless = quantized && !options.requantize;
         if let Some(dtype) = options.dtype.filter(|_| !lossless) {
             let why = if quantized { "--requantize" } else { "a float source" };
-            return usage("--dtype", format!("expected no such option with {why}: {} says all, got {dtype}", options.ty.name()));
+            return usage(
+                "--dtype",
+                format!("expected no such option with {why}: {} says all, got {dtype}", options.ty.name()),
+            );
         }
         let (mut plan, mut odd) = (Vec::new(), Vec::new());
         for ((file, t), kind) in tensors.into_iter().zip(kinds) {
@@ -151,11 +154,15 @@ impl<'a> GgufExport<'a> {
             let wanted = options.ty.of_tensor(&file, columns, &config);
             let embedding = file == "token_embd.weight" || file == "output.weight";
             let ty = match kind {
-                Kind::Float(stored) if lossless && columns > 0 => options.dtype.and_then(GgmlType::of_float).unwrap_or(stored),
+                Kind::Float(stored) if lossless && columns > 0 => {
+                    options.dtype.and_then(GgmlType::of_float).unwrap_or(stored)
+                }
                 Kind::Float(stored) if options.keep.iter().any(|m| t.name.strip_suffix(".weight") == Some(m)) => stored,
                 // llama.cpp's mixes want these finer than the rest; what the source has is kept.
                 Kind::Blocks(grid) if lossless && embedding => GgmlType::of_grid(grid),
-                Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => finest(source, &t.name, options.ty),
+                Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => {
+                    finest(source, &t.name, options.ty)
+                }
                 _ => match wanted {
                     Some(ty) => ty,
                     None => {
@@ -227,8 +234,10 @@ impl<'a> GgufExport<'a> {
     pub fn write(self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Proof, CheckpointError> {
         let table: Vec<TableRow> = self.plan.iter().map(Planned::row).collect();
         let head = header(&self.metadata, &table);
-        let size: u64 = table.iter().map(|row| row.bytes().next_multiple_of(ALIGNMENT)).sum::<u64>() + head.len() as u64;
-        let mut writer = FileWriter::create(&self.out, self.options.overwrite, MAGIC, size + 1024 * table.len() as u64)?;
+        let size: u64 =
+            table.iter().map(|row| row.bytes().next_multiple_of(ALIGNMENT)).sum::<u64>() + head.len() as u64;
+        let mut writer =
+            FileWriter::create(&self.out, self.options.overwrite, MAGIC, size + 1024 * table.len() as u64)?;
         writer.write(&head)?;
         let mut meant = Vec::with_capacity(self.plan.len());
         for p in &self.plan {
@@ -259,11 +268,28 @@ impl<'a> GgufExport<'a> {
         if let Some(hash) = proof.files.remove("") {
             proof.files.insert(name, hash);
         }
-        let text =
-            serde_json::to_vec_pretty(&proof).map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
+        let text = serde_json::to_vec_pretty(&proof)
+            .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
         writer.commit()?;
         write_atomic(&super::proof_path(&self.out), &text)?;
         Ok(proof)
+    }
+
+    #[cfg(test)]
+    pub(super) fn parts(&self) -> (&LlamaConfig, &Metadata, &[Planned]) {
+        (&self.config, &self.metadata, &self.plan)
+    }
+
+    #[cfg(test)]
+    pub(super) fn plan_mut(&mut self) -> &mut [Planned] {
+        &mut self.plan
+    }
+
+    /// What tensor `i` is to become.
+    #[cfg(test)]
+    pub(super) fn meant_of(&self, i: usize, encode: &Encode) -> Result<Meant, CheckpointError> {
+        let encoded = self.encode(&self.plan[i], encode)?;
+        self.meant(&self.plan[i], &in_file_order(&encoded.bytes, &self.plan[i]), &encoded)
     }
 
     /// The record of a tensor whose bytes were written.

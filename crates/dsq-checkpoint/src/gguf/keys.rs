@@ -45,11 +45,7 @@ fn carry_over(file: &GgufFile, metadata: &mut Metadata) {
     }
 }
 
-fn architecture(
-    source: &Checkpoint,
-    config: &LlamaConfig,
-    metadata: &mut Metadata,
-) -> Result<(), CheckpointError> {
+fn architecture(source: &Checkpoint, config: &LlamaConfig, metadata: &mut Metadata) -> Result<(), CheckpointError> {
     let c = config;
     if c.rms_norm_eps <= 0.0 {
         let problem = format!("a GGUF file has a positive epsilon; expected more than 0, got {}", c.rms_norm_eps);

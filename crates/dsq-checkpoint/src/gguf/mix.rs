@@ -146,9 +146,7 @@ mod tests {
         // Of 32 layers: the first 4, the last 4, and every third between.
         let c = config(32, false);
         let six: Vec<usize> = (0..32)
-            .filter(|i| {
-                GgufType::Q4KM.of_tensor(&format!("blk.{i}.ffn_down.weight"), 512, &c) == Some(GgmlType::Q6K)
-            })
+            .filter(|i| GgufType::Q4KM.of_tensor(&format!("blk.{i}.ffn_down.weight"), 512, &c) == Some(GgmlType::Q6K))
             .collect();
         assert_eq!(six, [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
         for (name, columns, want) in [

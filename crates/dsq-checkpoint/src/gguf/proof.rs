@@ -92,3 +92,78 @@ pub(super) fn prove(
         files: BTreeMap::from([(String::new(), file.sha256_of_file()?)]),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gguf::dequant::GgmlType;
+    use crate::gguf::{GgufOptions, GgufType, export::GgufExport};
+    use crate::{Checkpoint, ExportTensor, export_folder};
+    use dsq_quant::FloatType;
+
+    /// The proof can fail: one changed bit anywhere, keys and table included, is told or makes the file unreadable; so does
+    /// another type, or a tensor that was to have other values.
+    #[test]
+    fn a_file_that_differs_in_one_bit_is_not_proven() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, out) = (dir.path().join("m"), dir.path().join("q.gguf"));
+        let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":32,"intermediate_size":32,
+            "num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":8,"vocab_size":3,
+            "max_position_embeddings":8,"rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":true}"#;
+        let config = ModelConfig::from_json(text, Path::new("config.json")).unwrap();
+        let ModelConfig::Llama(llama) = &config else { panic!("a llama") };
+        let mut layers = Vec::new();
+        for (_, t) in crate::gguf::llama::expected_tensors(llama) {
+            let data = (0..t.shape.iter().product()).map(|i: usize| (i as f32 * 0.37 + 0.1).sin()).collect();
+            layers.push(ExportTensor::Float { name: t.name, shape: t.shape, data, dtype: FloatType::F32 });
+        }
+        export_folder(&model, &config, layers, None, vec![], false).unwrap();
+        let ckpt = Checkpoint::open(&model).unwrap();
+        let options = GgufOptions { ty: GgufType::Q4_0, dtype: None, requantize: false, keep: vec![], overwrite: true };
+        let export = || GgufExport::new(&ckpt, &out, options.clone()).unwrap();
+        let encode = |grid: dsq_quant::GgufGrid, x: &[f32]| grid.quantize(x);
+        export().write(&encode, &mut || ()).unwrap();
+        let (mut export, mut meant) = (export(), Vec::new());
+        for i in 0..export.tensors() {
+            meant.push(export.meant_of(i, &encode).unwrap());
+        }
+        let whole = std::fs::read(&out).unwrap();
+        let size = whole.len() as u64;
+        let proven = |export: &GgufExport, meant: &[Meant]| {
+            let (config, metadata, plan) = export.parts();
+            prove(&out, config, metadata, plan, meant, size).is_ok()
+        };
+        assert!(proven(&export, &meant));
+        // Where the data of each tensor lies, and the end of the table, which the offset of the last one is.
+        let opened = GgufFile::open(&out).unwrap();
+        let data: Vec<_> =
+            opened.header.tensors.iter().map(|t| t.start as usize..(t.start + t.bytes) as usize).collect();
+        let last = (data[data.len() - 1].start - data[0].start) as u64;
+        let end_of_table =
+            (data[0].start - 31..=data[0].start).find(|end| whole[end - 8..*end] == last.to_le_bytes()).unwrap();
+        let proven = |export: &GgufExport, meant: &[Meant]| {
+            let (config, metadata, plan) = export.parts();
+            prove(&out, config, metadata, plan, meant, size).is_ok()
+        };
+        assert!(proven(&export, &meant));
+        // Where the data of each tensor lies, and the end of the table, which the offset of the last one is.
+        let opened = GgufFile::open(&out).unwrap();
+        let data: Vec<_> =
+            opened.header.tensors.iter().map(|t| t.start as usize..(t.start + t.bytes) as usize).collect();
+        for at in 0..whole.len() {
+            let mut changed = whole.clone();
+            changed[at] ^= 1 << (at % 8);
+            std::fs::write(&out, &changed).unwrap();
+            // Padding says nothing.
+            let padding = at >= end_of_table && !data.iter().any(|r| r.contains(&at));
+            assert!(padding || !proven(&export, &meant), "byte {at} of {}", whole.len());
+        }
+        std::fs::write(&out, &whole).unwrap();
+        meant[3].values = meant[4].values.clone();
+        assert!(!proven(&export, &meant));
+        meant[3] = export.meant_of(3, &encode).unwrap();
+        assert!(proven(&export, &meant));
+        export.plan_mut()[3].ty = GgmlType::Q4_1;
+        assert!(!proven(&export, &meant));
+    }
+}

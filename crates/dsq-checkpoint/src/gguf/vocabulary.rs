@@ -53,15 +53,12 @@ pub(crate) fn add(source: &Checkpoint, config: &LlamaConfig, metadata: &mut Meta
 
 /// Ids of special tokens: those of `config.json`. The ends of a sequence take the places of the end of a text, of a turn and of
 /// a message, in which order the reader finds them.
-fn special_ids(
-    source: &Checkpoint,
-    config: &LlamaConfig,
-    metadata: &mut Metadata,
-) -> Result<(), CheckpointError> {
+fn special_ids(source: &Checkpoint, config: &LlamaConfig, metadata: &mut Metadata) -> Result<(), CheckpointError> {
     let mut set = |name: &str, id: u32| metadata.set(&format!("tokenizer.ggml.{name}_token_id"), Pair::U32(id));
     let ids = &config.eos_token_ids;
     if ids.len() > 3 {
-        let problem = format!("GGUF has places for the ends of a text, a turn and a message; expected 3 ids, got {ids:?}");
+        let problem =
+            format!("GGUF has places for the ends of a text, a turn and a message; expected 3 ids, got {ids:?}");
         return Err(source.invalid("eos_token_id", problem));
     }
     for (name, &id) in ["eos", "eot", "eom"].iter().zip(ids) {
@@ -167,20 +164,31 @@ impl File<'_> {
             Err(self.refuse(&format!("model.vocab: {:?}", printable(text)), problem))
         };
         let vocab = model.get("vocab").and_then(Value::as_object);
-        for (text, id) in vocab.ok_or_else(|| self.refuse("model.vocab", "expected an object, got none"))? {
+        let vocab = vocab.ok_or_else(|| self.refuse("model.vocab", "expected an object, got none"))?;
+        for (text, id) in vocab {
             put(text, id.as_u64(), TokenType::Normal)?;
         }
+        let (size, mut largest) = (vocab.len() as u64, None::<u64>);
         for token in value.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
             let text = token.get("content").and_then(Value::as_str).unwrap_or_default();
+            let field = |key: &str| format!("added_tokens: {:?}: {key}", printable(text));
             for key in ["lstrip", "rstrip", "single_word"] {
                 if token.get(key).and_then(Value::as_bool).unwrap_or(false) {
-                    let field = format!("added_tokens: {:?}: {key}", printable(text));
-                    return Err(self.refuse(&field, "expected false, got true"));
+                    return Err(self.refuse(&field(key), "expected false, got true"));
                 }
             }
+            // The `tokenizers` library numbers tokens that the vocabulary lacks itself, whatever the file says.
+            let next = largest.filter(|l| *l >= size).map_or(size, |l| l + 1);
+            let given = vocab.get(text).and_then(Value::as_u64).unwrap_or(next);
+            let id = token.get("id").and_then(Value::as_u64);
+            if id != Some(given) {
+                let problem = format!("expected {given}, which the tokenizers library gives it, got {}", json!(id));
+                return Err(self.refuse(&field("id"), problem));
+            }
+            largest = largest.max(Some(given));
             let special = token.get("special").and_then(Value::as_bool).unwrap_or(false);
             let ty = if special { TokenType::Control } else { TokenType::UserDefined };
-            put(text, token.get("id").and_then(Value::as_u64), ty)?;
+            put(text, id, ty)?;
         }
         let free = |id: usize| (format!("[PAD{id}]"), TokenType::Unused);
         Ok(all.into_iter().enumerate().map(|(id, t)| t.unwrap_or_else(|| free(id))).unzip())
@@ -213,7 +221,10 @@ impl File<'_> {
                 continue; // Offsets only.
             }
             if part["type"] != "TemplateProcessing" {
-                let problem = format!("expected null, ByteLevel or TemplateProcessing, got {}", printable(&part["type"].to_string()));
+                let problem = format!(
+                    "expected null, ByteLevel or TemplateProcessing, got {}",
+                    printable(&part["type"].to_string())
+                );
                 return Err(self.refuse(field, problem));
             }
             let single = part["single"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -230,13 +241,18 @@ impl File<'_> {
                 [first, text] if is_text(text) => (Some(ids(first)), None),
                 [text, last] if is_text(text) => (None, Some(ids(last))),
                 [first, text, last] if is_text(text) => (Some(ids(first)), Some(ids(last))),
-                _ => return Err(self.refuse(field, "expected at most one token before and one behind a text, got others")),
+                _ => {
+                    return Err(
+                        self.refuse(field, "expected at most one token before and one behind a text, got others")
+                    );
+                }
             };
             for (what, got, want) in
                 [("BOS", frame.0, config.bos_token_id), ("EOS", frame.1, config.eos_token_ids.first().copied())]
             {
                 if got.is_some_and(|id| id.is_none() || id != want.map(u64::from)) {
-                    let problem = format!("the {what} token: expected {}, as in config.json, got {}", json!(want), json!(got));
+                    let problem =
+                        format!("the {what} token: expected {}, as in config.json, got {}", json!(want), json!(got));
                     return Err(self.refuse(field, problem));
                 }
             }

@@ -127,7 +127,8 @@ mod tests {
         bytes.resize(bytes.len() + 64 + 32 + 448, 0);
         let back = Header::read(&bytes[..], bytes.len() as u64, path).unwrap();
         assert_eq!(back.metadata.sorted(), metadata.sorted());
-        let table: Vec<_> = back.tensors.iter().map(|t| (t.name.as_str(), t.ne.clone(), t.ty, t.start, t.bytes)).collect();
+        let table: Vec<_> =
+            back.tensors.iter().map(|t| (t.name.as_str(), t.ne.clone(), t.ty, t.start, t.bytes)).collect();
         assert_eq!(
             table,
             [
