@@ -85,7 +85,12 @@ fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Optio
     let kinds: Vec<String> = became.iter().map(|(what, n)| format!("{n} {what}")).collect();
     output::line(format!("{}: bytes {}; tensors {}", ty.name(), types.join(", "), kinds.join(", ")));
     if loss.is_some_and(|l| l.tensors == 0) {
-        output::line("every value of the quantized source was kept");
+        let what = if args.dtype.is_some() {
+            "every value of the source's codes"
+        } else {
+            "every value of the quantized source"
+        };
+        output::line(format!("{what} was kept"));
     }
     if scales > 0 {
         output::line(format!("note: the {scales} scales of the KV cache are left out: a GGUF file has none"));
