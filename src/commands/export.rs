@@ -1,13 +1,17 @@
-//! `dsq export`: writes a model in another format. Codes are carried over as they are, never chosen anew.
+//! `dsq export`: writes a model in another format. Codes are carried over as they are; chosen anew only for GGUF (`export/gguf.rs`),
+//! and with `--requantize`.
+
+mod gguf;
 
 use super::quantize::float_tensor;
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, FolderWriter, LinearWeight, ModelConfig, Proof, check_output, export_folder, printable,
+    Checkpoint, ExportTensor, FolderWriter, GgufType, LinearWeight, ModelConfig, Proof, SourceRecord, check_output,
+    export_folder, printable,
 };
-use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
+use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme, QuantizedMatrix};
 use serde_json::json;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
 /// Options of `dsq export`.
@@ -15,16 +19,23 @@ use std::path::PathBuf;
 pub struct Args {
     /// A Hugging Face folder (float or compressed-tensors) or a GGUF file.
     model: PathBuf,
-    /// The folder to write.
-    #[arg(long, value_name = "DIR")]
+    /// The folder to write; of GGUF the file.
+    #[arg(long, value_name = "DIR|FILE")]
     out: PathBuf,
     /// The format to write.
     #[arg(long, value_enum)]
     format: Format,
-    /// Dtype of float tensors (default: as stored; f32 for GGUF blocks and for codes).
+    /// Which GGUF file, by llama.cpp's names.
+    #[arg(long, value_name = "F16|Q8_0|Q4_0|Q4_1|Q4_K_M")]
+    gguf_type: Option<GgufType>,
+    /// Allow that values of a quantized model change where the target's grids do not hold them; by how much is told first.
+    #[arg(long)]
+    requantize: bool,
+    /// Dtype of float tensors (default: as stored; f32 for GGUF blocks and for codes). For GGUF: of the matrices that a quantized
+    /// model has in float.
     #[arg(long, value_name = "f16|bf16|f32")]
     dtype: Option<FloatType>,
-    /// Replace the output folder if it holds a model.
+    /// Replace the output folder if it holds a model, or the output file if it is a GGUF file.
     #[arg(long)]
     overwrite: bool,
 }
@@ -35,15 +46,31 @@ enum Format {
     CompressedTensors,
     /// Float weights.
     Safetensors,
+    /// One file, as llama.cpp loads it.
+    Gguf,
 }
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if args.format == Format::Gguf {
+        return gguf::run(&args, global);
+    }
+    if args.gguf_type.is_some() {
+        return Err(CliError::usage("--gguf-type: expected no such option but with --format gguf, got it"));
+    }
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
     let keep_codes = matches!(args.format, Format::CompressedTensors);
-    if keep_codes && !ckpt.config().linears().iter().any(|l| ckpt.is_quantized(&l.module)) {
+    if args.requantize && !(keep_codes && ckpt.is_gguf()) {
+        let problem = "expected no such option but for GGUF, to it or from it to compressed-tensors, got it";
+        return Err(CliError::usage(format!("--requantize: {problem}")));
+    }
+    let mut blocks = HashMap::new();
+    if keep_codes && ckpt.is_gguf() {
+        blocks = codes_of_blocks(&args, &ckpt)?;
+    }
+    if keep_codes && blocks.is_empty() && !ckpt.config().linears().iter().any(|l| ckpt.is_quantized(&l.module)) {
         let at = printable(&args.model.to_string_lossy());
         return Err(CliError::usage(format!("{at}: --format: expected a quantized model, got float weights"))
             .with_hint("dsq quantize chooses codes; dsq export only carries them over"));
@@ -53,6 +80,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let mut tensors = Vec::new();
     let mut done = HashSet::new();
     for spec in ckpt.config().linears() {
+        if let Some((matrix, source)) = blocks.remove(&spec.module) {
+            done.insert(format!("{}.weight", spec.module));
+            bar.inc(1);
+            let (module, shape, source) = (spec.module, spec.shape, Some(source));
+            tensors.push(ExportTensor::Linear { module, shape, matrix, activation: None, source });
+            continue;
+        }
         if !ckpt.is_quantized(&spec.module) {
             continue;
         }
@@ -91,6 +125,41 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
     report(&args, global, &proof, dropped, inputs);
     Ok(0)
+}
+
+/// The linears of a GGUF file whose blocks integer codes with an f16 scale for each 32 hold, with the record of the source; linears of
+/// other types stay in float, with the values that they have.
+fn codes_of_blocks(
+    args: &Args,
+    ckpt: &Checkpoint,
+) -> Result<HashMap<String, (QuantizedMatrix, SourceRecord)>, CliError> {
+    let mut out = HashMap::new();
+    let (mut changed, mut first, mut max, mut relative) = (0, None, 0.0f64, 0.0f64);
+    for spec in ckpt.config().linears() {
+        let Some(matrix) = ckpt.block_codes(&spec.module)? else { continue };
+        let name = format!("{}.weight", spec.module);
+        let dtype = ckpt.info(&name).map(|i| i.dtype).unwrap_or_default();
+        let source =
+            SourceRecord::with_values(ckpt.sha256(&name)?, dtype, &ckpt.read_f32(&name)?, &matrix.dequantize());
+        if source.max_abs_error > 0.0 {
+            changed += 1;
+            first.get_or_insert_with(|| format!("{} ({})", spec.module, source.dtype));
+            (max, relative) = (max.max(source.max_abs_error), relative.max(source.relative_error));
+        }
+        out.insert(spec.module, (matrix, source));
+    }
+    let Some(first) = first else { return Ok(out) };
+    let loss = format!(
+        "values change in {changed} layers, {first} the first: max abs error {max:e}, relative Frobenius error at most {relative:e}"
+    );
+    if !args.requantize {
+        let at = printable(&args.model.to_string_lossy());
+        let problem = "expected minima that are whole multiples of their steps, got others";
+        return Err(CliError::usage(format!("{at}: --format: {problem}; {loss}"))
+            .with_hint("--requantize takes the nearest; dsq quantize chooses codes by a method of your choice"));
+    }
+    output::note(format!("requantized: {loss}"));
+    Ok(out)
 }
 
 /// How many layers have inputs on grids, which a float folder has no place for.

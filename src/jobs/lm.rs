@@ -8,7 +8,10 @@ use crate::overlap::{self, Sketch};
 use crate::plot::{Series, loss_curve};
 use crate::recipe::LmJob;
 use crate::{input, output};
-use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, Proof, SourceRecord, export_folder, write_atomic};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord, export_folder,
+    write_atomic,
+};
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
 use dsq_quant::{FloatType, InputGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix, WeightObserver};
@@ -25,6 +28,8 @@ const CALIBRATION_TOKENS: usize = 16_384;
 
 /// Everything that is known before training.
 pub struct Plan {
+    /// The kind of GGUF file to export, if it is one.
+    gguf: Option<GgufType>,
     config: dsq_checkpoint::LlamaConfig,
     quant: QuantConfig,
     train: LmTrainConfig,
@@ -40,7 +45,7 @@ pub struct Plan {
 /// # Errors
 /// Exit code 2 for settings that do not fit each other, 3 for data that cannot be used.
 pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError> {
-    let quant = job.quant.config()?;
+    let quant = job.quant.config_of(&job.model)?;
     let mut config = job.model.clone();
     let model = ModelConfig::Llama(config.clone());
     dsq_checkpoint::check_groups(recipe_path, &model, &quant)?;
@@ -96,7 +101,7 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("{}: expected at least 2 tokens, got {got}", job.heldout_text.path.display()),
         ));
     }
-    Ok(Plan { config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
+    Ok(Plan { gguf: job.quant.gguf, config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
 }
 
 impl Plan {
@@ -188,6 +193,9 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
         let tensors = model.named_tensors().into_iter().map(float).collect();
         export_folder(&run.join(folder), &config, tensors, None, aux(), true)?;
     }
+    if let Some(ty) = plan.gguf {
+        return export_blocks(plan, ty, run);
+    }
     let mut quantized: BTreeMap<&str, &QuantizedMatrix> =
         outcome.quantized.iter().map(|(n, m)| (n.as_str(), m)).collect();
     let grids: BTreeMap<String, (QuantArgs, QParams)> = outcome
@@ -214,6 +222,18 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
         })
         .collect();
     Ok(export_folder(&run.join(place::EXPORTED), &config, tensors, Some(&plan.quant), aux(), true)?)
+}
+
+/// Writes the GGUF file of the master weights: the encoder is that of the forward pass, so the blocks are those that were trained on.
+/// What is not quantized stays in f32.
+fn export_blocks(plan: &Plan, ty: GgufType, run: &Path) -> Result<Proof, CliError> {
+    let master = Checkpoint::open(&run.join(place::MASTER))?;
+    let mut keep: Vec<String> = vec!["model.embed_tokens".into()];
+    let linears = ModelConfig::Llama(plan.config.clone()).linears().into_iter();
+    keep.extend(linears.map(|l| l.module).filter(|m| plan.quant.blocks_for(m).is_none()));
+    let options = GgufOptions { ty, dtype: None, requantize: false, keep, overwrite: true };
+    let export = GgufExport::new(&master, &run.join(place::EXPORTED_GGUF), options)?;
+    Ok(export.write(&dsq_kernels::quantize::quantize_blocks, &mut || ())?)
 }
 
 /// Logits `[len, vocab]` of one window of tokens.
@@ -252,7 +272,8 @@ fn evaluate(
         }
     }
     let calibrated = calibrated(plan, outcome, &observed, run)?;
-    let runtime = LlamaRuntime::load(&Checkpoint::open(&run.join(place::EXPORTED))?, start.global.threads())?;
+    let exported = run.join(if plan.gguf.is_some() { place::EXPORTED_GGUF } else { place::EXPORTED });
+    let runtime = LlamaRuntime::load(&Checkpoint::open(&exported)?, start.global.threads())?;
     let mut cache = runtime.new_cache(job.eval_context)?;
     let mut candidates = vec![graph("float", 32.0, &outcome.float)];
     let of = |equal: bool| rounded.iter().filter(move |(name, _)| name.ends_with("_equal_tokens") == equal);
@@ -315,7 +336,7 @@ fn calibrated(
     observed: &[(String, InputGrid)],
     run: &Path,
 ) -> Result<Vec<(&'static str, Llama)>, CliError> {
-    if plan.quant.scheme.weights.qtype.float().is_some() {
+    if plan.quant.scheme.weights.qtype.float().is_some() || plan.gguf.is_some() {
         // Not compared: rounding and training are.
         return Ok(Vec::new());
     }

@@ -12,6 +12,8 @@ use std::path::Path;
 pub mod place {
     /// The compressed-tensors export.
     pub const EXPORTED: &str = "exported";
+    /// The export of a recipe on blocks of GGUF.
+    pub const EXPORTED_GGUF: &str = "exported.gguf";
     /// The f32 master weights that the export's codes were computed from, as a float folder.
     pub const MASTER: &str = "master";
     /// The float model, before QAT.

@@ -4,7 +4,7 @@
 mod reader;
 
 use crate::error::CliError;
-use dsq_checkpoint::{LlamaConfig, ModelConfig};
+use dsq_checkpoint::{GgufType, LlamaConfig, ModelConfig};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
@@ -105,6 +105,9 @@ pub struct QuantSettings {
     pub scheme: QuantScheme,
     /// Patterns of layers to leave in float.
     pub ignore: Vec<String>,
+    /// The kind of GGUF file whose blocks the weights are trained on, in the place of `scheme`'s codes, and which is exported.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gguf: Option<GgufType>,
 }
 
 impl QuantSettings {
@@ -114,6 +117,19 @@ impl QuantSettings {
     /// A pattern that does not parse (the recipe reader has checked that).
     pub fn config(&self) -> Result<QuantConfig, CliError> {
         QuantConfig::new(self.scheme, &self.ignore).map_err(|e| CliError::usage(e.to_string()))
+    }
+
+    /// [`QuantSettings::config`] of a language model, with the blocks of GGUF that each layer is put on, where there are such.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn config_of(&self, model: &LlamaConfig) -> Result<QuantConfig, CliError> {
+        let mut config = self.config()?;
+        if let Some(ty) = self.gguf {
+            let grids = ty.grids(model).into_iter();
+            config.blocks = grids.filter(|(module, _)| config.scheme_for(module).is_some()).collect();
+        }
+        Ok(config)
     }
 }
 
@@ -265,8 +281,11 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     qat_section.finish()?;
 
     if let Some(mut export) = root.optional_table("export")? {
-        export.choice("format", &[("compressed-tensors", ())], Some(()))?;
+        let gguf = export.choice("format", &[("compressed-tensors", false), ("gguf", true)], Some(false))?;
+        check_format(&export, gguf, &quant)?;
         export.finish()?;
+    } else {
+        check_format(root, false, &quant)?;
     }
 
     let (mut eval_context, mut eval_tokens) = (float.seq_len, 32_768);
@@ -293,6 +312,26 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         eval_context,
         eval_tokens,
     })
+}
+
+/// Blocks of GGUF are exported as a GGUF file, codes as a folder.
+fn check_format(section: &Section, gguf: bool, quant: &QuantSettings) -> Result<(), CliError> {
+    let problem = match (gguf, quant.gguf) {
+        (false, Some(ty)) => {
+            format!("expected \"gguf\" with quant.scheme = \"{}\", got \"compressed-tensors\"", ty.name())
+        }
+        (true, None) => {
+            format!("expected \"compressed-tensors\" but with quant.scheme one of {}, got \"gguf\"", gguf_names())
+        }
+        _ => return Ok(()),
+    };
+    Err(section.error(format!("export.format: {problem}")))
+}
+
+/// The kinds of GGUF file whose blocks can be trained on.
+fn gguf_names() -> String {
+    let names = GgufType::ALL.into_iter().filter(|t| *t != GgufType::F16).map(GgufType::name);
+    names.collect::<Vec<_>>().join(", ")
 }
 
 fn read_distill(qat: &mut Section) -> Result<Option<Distill>, CliError> {
@@ -444,6 +483,9 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
 /// `language`: of a language model, whose INT8 activations have scales of their own for each token unless something else is said.
 fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliError> {
     let name = quant.string("scheme")?;
+    if let Some(ty) = GgufType::ALL.into_iter().find(|t| *t != GgufType::F16 && t.name() == name) {
+        return read_gguf_quant(quant, ty, language);
+    }
     // What the name leaves no choice in need not be said.
     let fixed = QuantScheme::fixed_grid(&name);
     let scale_dtype = quant.choice(
@@ -471,7 +513,12 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
     for text in &ignore {
         Pattern::new(text).map_err(|e| quant.error(e))?;
     }
-    let mut scheme = QuantScheme::preset(&name, granularity, scale_dtype).map_err(|e| quant.error(e))?;
+    let mut scheme = QuantScheme::preset(&name, granularity, scale_dtype).map_err(|e| match language {
+        true if !QuantScheme::PRESETS.contains(&name.as_str()) => {
+            quant.error(format!("{e} (on the blocks of a GGUF file: {})", gguf_names()))
+        }
+        _ => quant.error(e),
+    })?;
     if language {
         scheme = if static_activations { scheme.for_tensor() } else { scheme.for_tokens() };
     }
@@ -492,7 +539,30 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
         scheme.weights.check().map_err(|e| quant.error(e))?;
     }
     quant.finish()?;
-    Ok(QuantSettings { scheme, ignore })
+    Ok(QuantSettings { scheme, ignore, gguf: None })
+}
+
+/// Blocks of GGUF, which leave no choice but that of the layers.
+fn read_gguf_quant(mut quant: Section, ty: GgufType, language: bool) -> Result<QuantSettings, CliError> {
+    if !language {
+        return Err(quant.error(format!("scheme: expected a scheme of integers for an image model, got {}", ty.name())));
+    }
+    let fixed =
+        ["scale_dtype", "granularity", "observer", "asymmetric", "asymmetric_activations", "static_activations"];
+    if let Some(key) = fixed.into_iter().find(|key| quant.given(key)) {
+        return Err(quant.refused(key, &format!("no such key, because {} leaves no choice", ty.name())));
+    }
+    let group = quant.count("group_size", 32..=32, Some(32))?;
+    let ignore = quant.strings("ignore")?;
+    for text in &ignore {
+        Pattern::new(text).map_err(|e| quant.error(e))?;
+    }
+    // What stands for the blocks where only shapes and kinds are asked for.
+    let nearest = if ty == GgufType::Q8_0 { "W8A16" } else { "W4A16" };
+    let scheme =
+        QuantScheme::preset(nearest, Granularity::PerGroup(group), FloatType::F16).map_err(|e| quant.error(e))?;
+    quant.finish()?;
+    Ok(QuantSettings { scheme, ignore, gguf: Some(ty) })
 }
 
 /// Which weights share a scale: what `granularity` says, else groups of `group_size`, else what is usual for the scheme, as in

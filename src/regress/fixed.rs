@@ -166,6 +166,7 @@ fn export(out: &Path, args: Option<QuantArgs>) -> Result<(), CliError> {
         scheme: QuantScheme { weights, activations: None },
         ignore: Vec::<Pattern>::new(),
         kv_cache: None,
+        blocks: Vec::new(),
     });
     export_folder(out, &model, tensors, scheme.as_ref(), Vec::new(), true)?;
     Ok(())

@@ -2,7 +2,13 @@
 //! export and the check of its codes and scales against the formula.
 
 use super::digest::{add_digests, requantize};
-use crate::{Global, commands::train::train_recipe, error::CliError, jobs::place, recipe::Recipe};
+use crate::{
+    Global,
+    commands::train::train_recipe,
+    error::CliError,
+    jobs::place,
+    recipe::{Job, Recipe},
+};
 use dsq_checkpoint::Checkpoint;
 use dsq_eval::Report;
 use std::path::Path;
@@ -14,6 +20,11 @@ use std::path::Path;
 /// # Errors
 /// What training refuses; exit code 3 for a run folder without the export or the weights it was made from.
 pub fn measure(recipe: &Recipe, dir: &Path, global: &Global) -> Result<Report, CliError> {
+    if matches!(&recipe.job, Job::Lm(job) if job.quant.gguf.is_some()) {
+        let problem =
+            "a suite compares codes of compressed-tensors folders; expected another quant.scheme, got one of GGUF";
+        return Err(CliError::usage(format!("{}: {problem}", recipe.name)));
+    }
     let report = train_recipe(recipe, dir, global)?;
     add_checks(report, dir)
 }

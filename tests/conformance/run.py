@@ -59,6 +59,13 @@ SMOLLM2_EXPORTS = {
     "w4a16-g64": ["--scheme", "W4A16", "--group-size", "64", "--scale-dtype", "bf16", "--dtype", "f32"],
     "w4a16-g64-head-w8a16": ["--scheme", "W4A16", "--group-size", "64", "--override", "lm_head=W8A16:32"],
 }
+# `dsq export --gguf-type` and llama.cpp's number of the file type.
+GGUF_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K_M": 15}
+# llama.cpp rounds what is multiplied with f16 weights to f16 (2^-11 of each number), what is multiplied with blocks to Q8_0 (up to a 254th
+# of the largest of 32). dsq multiplies in f32. These are shares of the logits' root mean square that such rounding may move; a row
+# order or a scale that is wrong moves more than all of it.
+GGUF_BOUND = {"F16": 0.005}
+GGUF_BLOCK_BOUND = 0.1
 SMOLLM2_TEXTS = (
     "The capital of France is Paris. The capital of Japan is Tokyo, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
@@ -398,6 +405,159 @@ def torch_equal_rows(a, b):
     return ((a - b).abs().amax(-1) <= 1e-5 * b.abs().max()).sum().item()
 
 
+# ------------------------------------------------------------------ GGUF
+
+def wide_model(ctx):
+    """A seeded model whose rows of 256 hold blocks of 256, and rows of 288 which do not; two heads of keys for four of queries."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    folder = ctx.work / "llama_wide"
+    if not folder.exists():
+        torch.manual_seed(7)
+        config = LlamaConfig(vocab_size=128, hidden_size=256, intermediate_size=288, num_hidden_layers=8, num_attention_heads=4,
+                             num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
+                             initializer_range=0.08, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        # PyPI gguf writes no empty array: one merge.
+        tokenizer = ascii_tokenizer()
+        tokenizer["model"]["vocab"]["th"], tokenizer["model"]["merges"] = 100, [["t", "h"]]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (folder / "tokens.json").write_text(json.dumps([[(i * 37 + j * 11) % 128 for i in range(40)] for j in range(3)]))
+    return folder
+
+
+def gguf_file(ctx, folder, ty):
+    out = ctx.work / f"{folder.name}-{ty}.gguf"
+    if not out.exists():
+        ctx.dsq("export", folder, "--out", out, "--format", "gguf", "--gguf-type", ty)
+    return out
+
+
+def gguf_tensors(path):
+    from gguf import GGUFReader
+    return {t.name: t for t in GGUFReader(path).tensors}
+
+
+def llama_cpp():
+    try:
+        import ctypes
+        import llama_cpp
+    except ImportError as e:
+        raise Skipped(f"needs llama-cpp-python: {e}")
+    if not hasattr(llama_cpp, "dsq_silent"):
+        llama_cpp.dsq_silent = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(llama_cpp.dsq_silent, ctypes.c_void_p(0))
+    return llama_cpp
+
+
+def llama_cpp_logits(path, sequences):
+    """Of every token, with keys and values in f32."""
+    import numpy
+    import torch
+    model = llama_cpp().Llama(str(path), n_ctx=128, n_batch=128, n_ubatch=128, n_threads=2, logits_all=True, verbose=False,
+                              type_k=0, type_v=0)
+    out = []
+    for ids in sequences:
+        model.reset()
+        model.eval(ids)
+        out.append(torch.from_numpy(numpy.array(model.scores[:len(ids)], dtype=numpy.float32)))
+    return out
+
+
+def gguf_values(ctx, folder, ty):
+    """PyPI gguf reads the file and dequantizes it to exactly the values that dsq reads, query and key rows put back."""
+    import numpy
+    from gguf.quants import dequantize
+    out = gguf_file(ctx, folder(ctx), ty)
+    floats = ctx.work / f"{out.stem}-f32"
+    ctx.dsq("export", out, "--out", floats, "--format", "safetensors", "--dtype", "f32")
+    ours, config = read_folder(floats), json.loads((floats / "config.json").read_text())
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
+             "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+             "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+             "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    tensors, weights, kinds = gguf_tensors(out), 0, {}
+    expect(len(tensors) == len(ours), f"{len(tensors)} tensors, dsq reads {len(ours)}")
+    for name, t in tensors.items():
+        parts = name.removesuffix(".weight").split(".")
+        theirs = dequantize(t.data, t.tensor_type).reshape(t.shape[::-1])
+        if n := heads.get(parts[-1]):
+            theirs = theirs.reshape(n, -1, 2, theirs.shape[-1]).swapaxes(1, 2).reshape(theirs.shape)
+        ours_name = names[parts[-1]] if len(parts) == 1 else f"model.layers.{parts[1]}.{names[parts[-1]]}"
+        expect(numpy.array_equal(ours[f"{ours_name}.weight"].numpy(), theirs), f"{name} ({t.tensor_type.name}): values differ")
+        weights += theirs.size
+        kinds[t.tensor_type.name] = kinds.get(t.tensor_type.name, 0) + 1
+    return f"{len(tensors)} tensors, {weights} weights equal ({', '.join(f'{n} {k}' for k, n in sorted(kinds.items()))})"
+
+
+def gguf_bytes(ctx, folder, ty):
+    """llama.cpp's own quantizer makes the same file of dsq's F16 file as dsq does: types and bytes of every tensor."""
+    import ctypes
+    import numpy
+    lib, source = llama_cpp(), gguf_file(ctx, folder(ctx), "F16")
+    ours, theirs = (ctx.work / f"{source.stem}-{ty}-{who}.gguf" for who in ("dsq", "llama.cpp"))
+    ctx.dsq("export", source, "--out", ours, "--format", "gguf", "--gguf-type", ty)
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.nthread = GGUF_TYPES[ty], 2
+    done = lib.llama_model_quantize(str(source).encode(), str(theirs).encode(), ctypes.byref(params))
+    expect(done == 0, f"llama_model_quantize returned {done}")
+    a, b = gguf_tensors(ours), gguf_tensors(theirs)
+    expect(a.keys() == b.keys(), f"tensors {sorted(a.keys() ^ b.keys())}")
+    for name in a:
+        expect(a[name].tensor_type == b[name].tensor_type, f"{name}: {a[name].tensor_type.name}, llama.cpp has {b[name].tensor_type.name}")
+        expect(numpy.array_equal(a[name].data, b[name].data), f"{name} ({a[name].tensor_type.name}): bytes differ")
+    return f"{len(a)} tensors, {sum(t.n_bytes for t in a.values())} bytes equal"
+
+
+def gguf_logits(ctx, folder, ty):
+    """llama.cpp loads the file and gives dsq's logits but for its rounding of what is multiplied with the weights."""
+    import torch
+    out, sequences = gguf_file(ctx, folder(ctx), ty), json.loads((folder(ctx) / "tokens.json").read_text())
+    ours, theirs = ctx.dsq.logits(out, sequences), llama_cpp_logits(out, sequences)
+    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    expect(ours.shape == theirs.shape, f"{tuple(ours.shape)}, llama.cpp has {tuple(theirs.shape)}")
+    share = ((ours - theirs).norm() / theirs.norm()).item()
+    same = (ours.argmax(-1) == theirs.argmax(-1)).sum().item()
+    bound = GGUF_BOUND.get(ty, GGUF_BLOCK_BOUND)
+    return expect(share <= bound, f"difference over logits, root mean square {share:.2e} (bound {bound}), "
+                                  f"same top token {same}/{len(ours)}")
+
+
+def gguf_f32_logits(ctx, folder, ty):
+    """The same file with every tensor dequantized to F32 by PyPI gguf: llama.cpp then computes in f32 as dsq does."""
+    import gguf
+    from gguf.quants import dequantize
+    out, sequences = gguf_file(ctx, folder(ctx), ty), json.loads((folder(ctx) / "tokens.json").read_text())
+    path, reader = ctx.work / f"{out.stem}-as-f32.gguf", gguf.GGUFReader(out)
+    writer = gguf.GGUFWriter(path, "llama")
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=sub)
+    for t in reader.tensors:
+        writer.add_tensor(t.name, dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return compare_logits(ctx.dsq.logits(out, sequences), llama_cpp_logits(path, sequences), EXPORT_BOUND)
+
+
+def gguf_tokenizer(ctx):
+    """The keys that dsq makes of SmolLM2's tokenizer.json give llama.cpp the ids that its own file gave it."""
+    golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())["cases"]
+    folder, out = ctx.work / "smollm2-folder", ctx.work / "smollm2-folder.gguf"
+    ctx.dsq("export", ctx.need_gguf(), "--out", folder, "--format", "safetensors", "--dtype", "f16")
+    ctx.dsq("export", folder, "--out", out, "--format", "gguf", "--gguf-type", "Q8_0")
+    model = llama_cpp().Llama(str(out), vocab_only=True, verbose=False)
+    wrong = [c["text"] for c in golden if model.tokenize(c["text"].encode(), add_bos=False, special=True) != c["ids"]]
+    return expect(not wrong, f"{len(golden) - len(wrong)}/{len(golden)} texts with the ids of llama.cpp's own file" + "".join(f" {w!r}" for w in wrong[:3]))
+
+
 def tokenizer(ctx):
     golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())
     cases = golden["cases"]
@@ -452,6 +612,14 @@ def checks():
         for name in ACTIVATION_EXPORTS:
             yield f"activation-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: activation_logits(ctx, f, n)
         yield f"export-logits {tiny} mse", lambda ctx, f=GOLDEN / tiny: export_logits(ctx, f, "mse", MSE_EXPORT)
+    for name, folder in [(t, lambda ctx, f=GOLDEN / t: f) for t in TINY[:2]] + [("llama_wide", wide_model)]:
+        for ty in GGUF_TYPES:
+            yield f"gguf-values {name} {ty}", lambda ctx, f=folder, t=ty: gguf_values(ctx, f, t)
+            if ty != "F16":
+                yield f"gguf-bytes {name} {ty}", lambda ctx, f=folder, t=ty: gguf_bytes(ctx, f, t)
+            yield f"gguf-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_logits(ctx, f, t)
+            yield f"gguf-f32-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_f32_logits(ctx, f, t)
+    yield "gguf-tokenizer smollm2", gguf_tokenizer
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
     for name in SMOLLM2_EXPORTS:

@@ -8,7 +8,7 @@ venv="$cache/conformance"
 target="${CARGO_TARGET_DIR:-target}"
 if ! cmp -s tests/conformance/requirements.txt "$venv/installed.txt"; then
     python3 -m venv --clear "$venv"
-    # llama-cpp-python is for the benchmark only and builds llama.cpp from source.
+    # llama-cpp-python builds llama.cpp from source; without it the checks that need it are skipped.
     grep -v '^llama-cpp-python' tests/conformance/requirements.txt > "$venv/wanted.txt"
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$venv/wanted.txt"
     cp tests/conformance/requirements.txt "$venv/installed.txt"

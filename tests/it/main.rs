@@ -5,6 +5,7 @@ mod cli;
 mod command;
 mod efficientnet;
 mod float_coded;
+mod gguf;
 mod kv_cache;
 mod llama_bound;
 mod model_files;

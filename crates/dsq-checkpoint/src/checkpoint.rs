@@ -231,6 +231,28 @@ impl Checkpoint {
         matches!(self.source, Source::Gguf(_))
     }
 
+    /// The GGUF file, if it is one.
+    pub(crate) fn gguf(&self) -> Option<&GgufFile> {
+        match &self.source {
+            Source::Gguf(g) => Some(g),
+            Source::Folder(_) | Source::Pytorch(_) => None,
+        }
+    }
+
+    /// The weight of a module as GGUF blocks of 32 values store it, in integer codes (`GgufGrid::to_codes`); `None` when it is
+    /// stored otherwise.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`].
+    pub fn block_codes(&self, module: &str) -> Result<Option<QuantizedMatrix>, CheckpointError> {
+        let name = format!("{module}.weight");
+        let (Some(file), Some(info)) = (self.gguf(), self.info(&name)) else { return Ok(None) };
+        let (Some((grid, blocks)), &[n, k]) = (file.read_blocks(&name)?, info.shape.as_slice()) else {
+            return Ok(None);
+        };
+        Ok(grid.to_codes(&blocks, n, k))
+    }
+
     /// Whether the weight of a module is stored as compressed-tensors codes.
     pub fn is_quantized(&self, module: &str) -> bool {
         self.info(&format!("{module}.weight_packed")).is_some() || self.is_codes(module)

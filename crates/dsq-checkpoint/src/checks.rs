@@ -3,6 +3,7 @@
 
 use crate::checkpoint::hex_sha256;
 use crate::config::fields::show;
+use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
 use crate::packed::{DiskFormat, WEIGHT_PARTS, expected_tensors};
@@ -254,10 +255,11 @@ fn nearest(ckpt: &Checkpoint, wanted: &str) -> Option<String> {
     scored.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(score, _)| *score > 0.9).map(|(_, n)| n)
 }
 
-/// Compares a folder with the proof that its export wrote beside it, if there is one: a changed tensor is an error, a
+/// Compares a folder or a GGUF file with the proof that its export wrote beside it, if there is one: a changed tensor is an error, a
 /// changed file a warning (people edit those). A proof that cannot be read is a warning.
 fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
-    let file = ckpt.path().join(PROOF_FILE);
+    let gguf = ckpt.gguf();
+    let file = gguf.map_or_else(|| ckpt.path().join(PROOF_FILE), |g| proof_path(g.path()));
     if file.symlink_metadata().is_err() {
         return Vec::new();
     }
@@ -270,7 +272,12 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
     let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
     for (name, expected) in stored {
-        let problem = match ckpt.sha256(name) {
+        let found = match gguf {
+            // By its name in the file.
+            Some(g) => g.sha256_as_stored(name).and_then(|found| found.ok_or_else(|| ckpt.missing(name))),
+            None => ckpt.sha256(name),
+        };
+        let problem = match found {
             Ok(got) if expected == got.as_str() => continue,
             Ok(got) => format!("not the tensor that was exported; expected SHA-256 {}, got \"{got}\"", show(expected)),
             Err(e) => e.to_string(),
@@ -278,13 +285,19 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
         faults.push(fault(Severity::Error, ckpt.path(), name, problem));
     }
     for (name, expected) in proof.get("files").and_then(Value::as_object).into_iter().flatten() {
-        let problem = match ckpt.aux_file(name) {
-            Ok(Some(bytes)) if *expected == hex_sha256(&bytes) => continue,
+        let found = match gguf {
+            // The proof of a GGUF file names the file itself, perhaps before it was given another name.
+            Some(g) => g.sha256_of_file().map(Some),
+            None => ckpt.aux_file(name).map(|bytes| bytes.map(|b| hex_sha256(&b))),
+        };
+        let problem = match found {
+            Ok(Some(hash)) if *expected == hash.as_str() => continue,
             Ok(Some(_)) => "changed since the export".into(),
             Ok(None) => "was exported and is missing".into(),
             Err(e) => e.to_string(),
         };
-        faults.push(fault(Severity::Warning, &ckpt.path().join(name), "", problem));
+        let path = if gguf.is_some() { ckpt.path().to_path_buf() } else { ckpt.path().join(name) };
+        faults.push(fault(Severity::Warning, &path, "", problem));
     }
     faults
 }

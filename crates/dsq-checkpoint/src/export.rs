@@ -161,7 +161,8 @@ pub struct TensorProof {
     /// Name of the source tensor.
     pub name: String,
     /// `quantized`, `copied`, `converted`, `rescaled` (changed by a method, see `source.rescaled`), `dropped`, or `kv_cache` (the
-    /// scales of a layer's keys and values, which no source tensor has).
+    /// scales of a layer's keys and values, which no source tensor has). Of codes that became codes of another format: `transcoded`
+    /// (the values are equal) or `requantized` (they are not).
     pub became: &'static str,
     /// Why it was dropped.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -556,7 +557,7 @@ fn prove(
     })
 }
 
-fn ratio(bits: u64, weights: u64) -> f64 {
+pub(crate) fn ratio(bits: u64, weights: u64) -> f64 {
     if weights == 0 { 0.0 } else { bits as f64 / weights as f64 }
 }
 

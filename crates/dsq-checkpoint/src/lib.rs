@@ -25,6 +25,7 @@ pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder};
+pub use gguf::{GgufExport, GgufLoss, GgufOptions, GgufType};
 pub use groups::check_groups;
 #[cfg(fuzzing)]
 pub use pytorch::read_pytorch;

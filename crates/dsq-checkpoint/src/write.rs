@@ -5,7 +5,7 @@ use crate::safetensors::{Pending, sort, write_tensors};
 use crate::{CheckpointError, NamedTensor, printable};
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -200,6 +200,110 @@ impl Drop for FolderWriter {
     }
 }
 
+/// Writes one large file piece by piece: into a temporary sibling, which takes the name in one step at
+/// [`FileWriter::commit`]. Dropped before that, it leaves nothing behind.
+#[derive(Debug)]
+pub(crate) struct FileWriter {
+    out: PathBuf,
+    temp: PathBuf,
+    file: File,
+    committed: bool,
+}
+
+impl FileWriter {
+    /// Whether [`FileWriter::create`] would accept the name, to be asked before long work. `overwrite` allows to replace a
+    /// file that begins with `magic`, and no other.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Usage`] for a name in use, [`CheckpointError::Io`].
+    pub(crate) fn check(out: &Path, overwrite: bool, magic: &[u8]) -> Result<(), CheckpointError> {
+        let io = |e| CheckpointError::io(out, "use as the output file", e);
+        match std::fs::metadata(out) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(io(e)),
+            Ok(m) if !m.is_file() => {
+                let problem = "expected the name of a file, got that of a folder or device";
+                return Err(CheckpointError::usage(out, "--out", problem));
+            }
+            Ok(_) => {}
+        }
+        if !overwrite {
+            let problem = "expected a new name, got that of a file that exists";
+            return Err(
+                CheckpointError::usage(out, "--out", problem).with_hint("choose another --out, or add --overwrite")
+            );
+        }
+        let mut head = Vec::new();
+        let file = File::open(out).map_err(io)?;
+        file.take(magic.len() as u64).read_to_end(&mut head).map_err(io)?;
+        if head != magic {
+            let problem = "will not be replaced; expected a file of the same format, got another";
+            return Err(CheckpointError::usage(out, "--overwrite", problem).with_hint("choose another --out"));
+        }
+        Ok(())
+    }
+
+    /// Begins a file of `bytes_needed` bytes, which are compared with the free space of the file system.
+    ///
+    /// # Errors
+    /// As [`FileWriter::check`], and [`CheckpointError::NoSpace`].
+    pub(crate) fn create(
+        out: &Path,
+        overwrite: bool,
+        magic: &[u8],
+        bytes_needed: u64,
+    ) -> Result<Self, CheckpointError> {
+        Self::check(out, overwrite, magic)?;
+        let real = resolve(out);
+        let dir = parent(&real);
+        std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
+        check_space(dir, bytes_needed)?;
+        remove_leftovers(&real);
+        let temp = sibling(&real)?;
+        let file = OpenOptions::new().write(true).create_new(true).open(&temp);
+        let file = file.map_err(|e| CheckpointError::io(out, "create a file beside it", e))?;
+        let writer = Self { out: real, temp, file, committed: false };
+        set_mode(&writer.temp, existing_mode(&writer.out))?;
+        Ok(writer)
+    }
+
+    /// Appends bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.file.write_all(bytes).map_err(|e| CheckpointError::io(&self.out, "write", e))
+    }
+
+    /// Syncs what was written, and gives the temporary file, to read it back.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub(crate) fn written(&self) -> Result<&Path, CheckpointError> {
+        self.file.sync_all().map_err(|e| CheckpointError::io(&self.out, "sync", e))?;
+        Ok(&self.temp)
+    }
+
+    /// Gives the file its name and syncs the folder.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`]; the old file is then as it was.
+    pub(crate) fn commit(mut self) -> Result<(), CheckpointError> {
+        std::fs::rename(&self.temp, &self.out)
+            .map_err(|e| CheckpointError::io(&self.out, "give the new file its name", e))?;
+        self.committed = true;
+        sync_dir(parent(&self.out))
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = std::fs::remove_file(&self.temp);
+        }
+    }
+}
+
 /// File name endings that a model folder holds; a folder with anything else is never replaced.
 const MODEL_FILES: [&str; 16] = [
     "safetensors",
@@ -313,7 +417,7 @@ fn sibling(path: &Path) -> Result<PathBuf, CheckpointError> {
     Ok(parent(path).join(name))
 }
 
-/// Removes temporary folders of `path` whose process is gone (F094); one whose owner lives is left alone.
+/// Removes temporary folders and files of `path` whose process is gone (F094); one whose owner lives is left alone.
 fn remove_leftovers(path: &Path) {
     let (Ok(prefix), Ok(entries)) = (temp_prefix(path), std::fs::read_dir(parent(path))) else { return };
     let prefix = prefix.to_string_lossy().into_owned();
@@ -323,8 +427,10 @@ fn remove_leftovers(path: &Path) {
         let Some(pid) = pid else { continue };
         // Without /proc nobody can be told dead, and nothing is removed.
         let dead = Path::new("/proc/self").exists() && !Path::new(&format!("/proc/{pid}")).exists();
-        if dead && entry.file_type().is_ok_and(|t| t.is_dir()) {
-            let _ = std::fs::remove_dir_all(entry.path());
+        match entry.file_type() {
+            Ok(t) if dead && t.is_dir() => drop(std::fs::remove_dir_all(entry.path())),
+            Ok(t) if dead && t.is_file() => drop(std::fs::remove_file(entry.path())),
+            _ => {}
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Layers of the float models, with the fake quantization that training may switch on. Not models (see `llama`,
 //! `resnet`).
 
-use crate::fake_quant::{fake_quant_activation, fake_quant_weight, fake_quant_weight_under};
+use crate::fake_quant::{fake_quant_activation, fake_quant_gguf, fake_quant_weight, fake_quant_weight_under};
 use crate::llama::host;
 use crate::ops;
 use crate::{LearnedGrid, LearnedInput, Lora};
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
-use dsq_quant::{InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
+use dsq_quant::{GgufGrid, InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use std::sync::Arc;
 
 /// A linear layer without bias, `y = x w^T`.
@@ -27,6 +27,9 @@ pub struct Linear {
     /// The global scale of fake quantization by ranges, where the scheme has one and layers share it; `None`: the weight's own.
     #[module(skip)]
     global: Option<f32>,
+    /// Blocks of GGUF that the weight is put on in the place of `quant`'s codes.
+    #[module(skip)]
+    blocks: Option<GgufGrid>,
     /// How the input is put on a grid.
     #[module(skip)]
     inputs: Option<InputGrid>,
@@ -38,8 +41,8 @@ impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        let (grid, lora, quant, global, inputs, input) = (None, None, None, None, None, None);
-        Self { weight, grid, lora, codes: false, quant, global, inputs, input }
+        let (grid, lora, quant, global, blocks, inputs, input) = (None, None, None, None, None, None, None);
+        Self { weight, grid, lora, codes: false, quant, global, blocks, inputs, input }
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -92,6 +95,31 @@ impl Linear {
         self.global = None;
         self.grid = None;
         self.codes = false;
+        self.blocks = None;
+    }
+
+    /// Puts the weight on blocks of GGUF instead of the codes that [`Linear::set_quant`] has named before.
+    ///
+    /// # Errors
+    /// As [`fake_quant_gguf`].
+    pub fn set_blocks(&mut self, grid: GgufGrid) -> Result<(), QuantError> {
+        let k = self.weight.dims()[1];
+        if !k.is_multiple_of(grid.block_len()) {
+            return Err(QuantError::GroupNotDividing { k, group_size: grid.block_len() });
+        }
+        // No values: whether there is an encoder.
+        grid.quantize(&[])?;
+        self.blocks = Some(grid);
+        Ok(())
+    }
+
+    /// What ships of a weight on blocks of GGUF: the grid and the blocks of the forward pass, row by row; `None` elsewhere.
+    ///
+    /// # Errors
+    /// As [`GgufGrid::quantize`].
+    pub fn quantized_blocks(&self) -> Result<Option<(GgufGrid, Vec<u8>)>, QuantError> {
+        let Some(grid) = self.blocks else { return Ok(None) };
+        Ok(Some((grid, dsq_kernels::quantize::quantize_blocks(grid, &self.values())?)))
     }
 
     /// Gives fake quantization by ranges the global scale that layers share (of schemes that have one).
@@ -193,12 +221,13 @@ impl Linear {
         self.codes = true;
     }
 
-    /// What ships: the codes, scales and zero points of the forward pass; `None` without fake quantization.
+    /// What ships: the codes, scales and zero points of the forward pass; `None` without fake quantization, and on blocks of GGUF
+    /// ([`Linear::quantized_blocks`]).
     ///
     /// # Errors
     /// As [`QuantizedMatrix::quantize`] and [`QuantizedMatrix::quantize_with`].
     pub fn quantized(&self) -> Result<Option<QuantizedMatrix>, QuantError> {
-        let Some(args) = self.quant else { return Ok(None) };
+        let Some(args) = self.quant.filter(|_| self.blocks.is_none()) else { return Ok(None) };
         let ([n, k], mut values) = (self.weight.dims(), self.values());
         if let (true, Some(grid)) = (self.codes, &self.grid) {
             // A code is the nearest one to its own value: the quotient is off by far less than a half.
@@ -217,6 +246,10 @@ impl Linear {
 
     /// The weight that the forward pass multiplies with: on the grid when fake quantization is on.
     pub fn effective_weight(&self) -> Tensor<2> {
+        if let Some(grid) = self.blocks {
+            let weight = self.latent_weight();
+            return fake_quant_gguf(weight, grid).expect("set_blocks has checked the shape and the grid");
+        }
         match (&self.quant, &self.grid) {
             (Some(args), Some(grid)) if self.codes => grid.scaled_codes(self.weight.val(), args),
             (Some(args), Some(grid)) => grid.fake_quant(self.latent_weight(), args),

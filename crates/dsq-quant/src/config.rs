@@ -1,6 +1,6 @@
 //! Which layers get which scheme: named presets, targets, ignore patterns. Not a recipe file (see the `dsq` package).
 
-use crate::{FloatType, Granularity, Mapping, QParams, QuantArgs, QuantError, QuantType};
+use crate::{FloatType, GgufGrid, Granularity, Mapping, QParams, QuantArgs, QuantError, QuantType};
 use serde::{Deserialize, Serialize};
 
 /// How the weights and the input activations of a layer are quantized. `activations: None` means float activations.
@@ -290,6 +290,9 @@ pub struct QuantConfig {
     pub overrides: Vec<(Pattern, QuantScheme)>,
     /// How the KV cache of a language model holds keys and values ([`QuantArgs::kv_cache`]); `None`: in float.
     pub kv_cache: Option<QuantArgs>,
+    /// Layers whose weights are put on blocks of GGUF in training, by their full names, and on which; their scheme then says only that
+    /// they are quantized, and that 32 values are the least that belong together.
+    pub blocks: Vec<(String, GgufGrid)>,
 }
 
 impl QuantConfig {
@@ -299,7 +302,7 @@ impl QuantConfig {
     /// As [`Pattern::new`].
     pub fn new(scheme: QuantScheme, ignore: &[String]) -> Result<Self, QuantError> {
         let ignore = ignore.iter().map(|t| Pattern::new(t)).collect::<Result<_, _>>()?;
-        Ok(Self { scheme, ignore, overrides: Vec::new(), kv_cache: None })
+        Ok(Self { scheme, ignore, overrides: Vec::new(), kv_cache: None, blocks: Vec::new() })
     }
 
     /// The scheme of the layer `name`, or `None` when it stays in float.
@@ -308,6 +311,11 @@ impl QuantConfig {
             return Some(scheme);
         }
         (!self.ignore.iter().any(|p| p.matches(name))).then_some(&self.scheme)
+    }
+
+    /// The blocks of GGUF that the layer `name` is put on, if that is so.
+    pub fn blocks_for(&self, name: &str) -> Option<GgufGrid> {
+        self.blocks.iter().find(|(module, _)| module == name).map(|(_, grid)| *grid)
     }
 
     /// Whether the layer `name` gets the common scheme: neither ignored nor overridden.

@@ -9,20 +9,23 @@ use dsq_checkpoint::ModelConfig;
 use dsq_model::layers::Linear;
 use dsq_model::resnet::GridPart;
 use dsq_model::{Llama, Lora};
-use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_quant::{GgufGrid, InputGrid, QuantArgs, QuantConfig, QuantizedMatrix};
 use std::collections::HashMap;
 
 /// Switches fake quantization on in every linear layer that `config` names, and off in the others. Static inputs stay in float
 /// until their grids are known ([`quantize_inputs`]).
 ///
 /// # Errors
-/// [`TrainError::Setting`] for an ignore pattern that matches no layer, a scheme that leaves no layer to quantize, layers that read
+/// [`TrainError::Quant`] for blocks of GGUF that do not divide a row; [`TrainError::Setting`] for an ignore pattern that matches no layer, a scheme that leaves no layer to quantize, layers that read
 /// one tensor of which not all have the same static grid, or a group size that does not divide a layer's inputs (all such layers
 /// are listed).
 pub fn prepare(mut model: Llama, config: &QuantConfig) -> Result<Llama, TrainError> {
     check(&model, config)?;
     for (name, layer) in model.linears_mut() {
         layer.set_quant(config.scheme_for(&name).map(|s| s.weights));
+        if let Some(grid) = config.blocks_for(&name) {
+            layer.set_blocks(grid).map_err(|source| TrainError::Quant { module: name, source })?;
+        }
     }
     Ok(share_global_scales(quantize_inputs(model, config, &[])))
 }
@@ -199,11 +202,17 @@ pub fn round_to_nearest(
 ) -> Result<Llama, TrainError> {
     let model = prepare(model, config)?;
     let quantized = convert(&model)?;
+    let blocks = convert_blocks(&model)?;
     let mut model = quantize_inputs(release(model), config, fixed);
     let mut next = quantized.into_iter().peekable();
     for (name, layer) in model.linears_mut() {
         if let Some((_, matrix)) = next.next_if(|(n, _)| *n == name) {
             layer.set_values(matrix.dequantize());
+        }
+        if let Some((_, grid, bytes)) = blocks.iter().find(|(n, ..)| *n == name) {
+            let mut values = vec![0.0; layer.weight.dims().iter().product()];
+            grid.dequantize(bytes, &mut values).map_err(|source| TrainError::Quant { module: name, source })?;
+            layer.set_values(values);
         }
     }
     Ok(model)
@@ -220,6 +229,23 @@ pub fn convert(model: &Llama) -> Result<Vec<(String, QuantizedMatrix)>, TrainErr
         match layer.quantized() {
             Ok(None) => {}
             Ok(Some(matrix)) => out.push((name, matrix)),
+            Err(source) => return Err(TrainError::Quant { module: name, source }),
+        }
+    }
+    Ok(out)
+}
+
+/// [`convert`] for the layers on blocks of GGUF: module, grid, and the blocks row by row, as a GGUF file stores them but for the order of
+/// query and key rows.
+///
+/// # Errors
+/// As [`convert`].
+pub fn convert_blocks(model: &Llama) -> Result<Vec<(String, GgufGrid, Vec<u8>)>, TrainError> {
+    let mut out = Vec::new();
+    for (name, layer) in model.linears() {
+        match layer.quantized_blocks() {
+            Ok(None) => {}
+            Ok(Some((grid, bytes))) => out.push((name, grid, bytes)),
             Err(source) => return Err(TrainError::Quant { module: name, source }),
         }
     }

@@ -3,7 +3,7 @@
 use burn::tensor::Device;
 use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
 use dsq_model::{IGNORED, Llama, next_token_labels};
-use dsq_quant::{FloatType, Granularity, ObserverKind, QuantArgs, QuantConfig, QuantScheme};
+use dsq_quant::{FloatType, GgufGrid, Granularity, ObserverKind, QuantArgs, QuantConfig, QuantScheme};
 use dsq_train::{
     AdamW, Adapters, Control, Distill, InputRanges, LearnedScales, LmOutcome, LmPhase, LmTrainConfig, NamedGradients,
     ParamGroup, Phase, Progress, RunDir, Snapshot, TrainError, observe_inputs, qat, train_lm,
@@ -328,6 +328,29 @@ fn c084_a_run_with_adapters_stopped_after_any_step_resumes_to_the_same_bits() {
 }
 
 /// A global scale that follows the weights, one that learned scales keep, and scales of blocks: nothing of them is lost.
+/// Blocks of GGUF of every kind that divides rows of 32; the down projections, of 48, have codes.
+fn blocks() -> QuantConfig {
+    let mut quant = quant();
+    for (part, grid) in [
+        ("self_attn.q_proj", GgufGrid::Q4_0),
+        ("self_attn.v_proj", GgufGrid::Q4_1),
+        ("self_attn.o_proj", GgufGrid::Q8_0),
+        ("mlp.up_proj", GgufGrid::Q5_0),
+    ] {
+        quant.blocks.extend((0..2).map(|i| (format!("model.layers.{i}.{part}"), grid)));
+    }
+    quant
+}
+
+#[test]
+fn c084_a_run_on_blocks_of_gguf_stopped_after_any_step_resumes_to_the_same_bits() {
+    resumes_after_every_step(&blocks(), &settings());
+    let learned = LmTrainConfig { learned_scales: Some(LearnedScales { rate: 1e-2 }), ..settings() };
+    let dir = tempfile::tempdir().unwrap();
+    let e = train_as(&blocks(), dir.path(), false, &learned, &mut |_| Control::Continue).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("qat.learned_scales"), "{e}");
+}
+
 #[test]
 fn c084_runs_on_float_codes_resume_to_the_same_bits_and_ship_what_they_train() {
     let of = |name: &str, learned: bool, adapters: bool| {

@@ -3,7 +3,9 @@
 use burn::tensor::{Device, Tensor};
 use dsq_checkpoint::{LlamaConfig, ModelConfig};
 use dsq_model::{LearnedGrid, Llama, Lora};
-use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix};
+use dsq_quant::{
+    FloatType, GgufGrid, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix,
+};
 use dsq_train::{Adapters, NamedGradients, TrainError, qat};
 use std::path::Path;
 use std::sync::Arc;
@@ -81,6 +83,62 @@ fn prepare_equals_convert_for_many_seeds_and_schemes() {
         // Released, the float model is back.
         assert_eq!(host(qat::release(prepared).logits(ids.clone(), 2)), plain);
     }
+}
+
+#[test]
+fn what_is_trained_on_blocks_of_gguf_is_what_a_file_stores() {
+    let ids = Arc::new((0..2 * 9).map(|i| i * 7 % 60).collect::<Vec<i32>>());
+    let wide = LlamaConfig { hidden_size: 256, intermediate_size: 288, head_dim: 64, ..config(false) };
+    for (seed, grids) in [
+        [GgufGrid::Q4_0, GgufGrid::Q4_0],
+        [GgufGrid::Q4_1, GgufGrid::Q8_0],
+        [GgufGrid::Q4K, GgufGrid::Q5_0],
+        [GgufGrid::Q6K, GgufGrid::Q8_0],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut quant = w4(Granularity::PerGroup(32), &["lm_head", "re:.*layers\\.1\\.mlp\\.up_proj$"]);
+        let float = Llama::new(&wide, seed as u64, &Device::flex().autodiff());
+        for (name, _) in float.linears() {
+            if quant.scheme_for(&name).is_some() {
+                // Rows of 288 have no blocks of 256.
+                let grid = grids[usize::from(name.ends_with("down_proj"))];
+                quant.blocks.push((name, grid));
+            }
+        }
+        let prepared = qat::prepare(float.clone(), &quant).unwrap();
+        assert!(qat::convert(&prepared).unwrap().is_empty());
+        let blocks = qat::convert_blocks(&prepared).unwrap();
+        assert_eq!(blocks.len(), 13);
+        let mut moved = 0;
+        for (name, layer) in prepared.linears() {
+            let weight = host(layer.effective_weight());
+            let Some((_, grid, bytes)) = blocks.iter().find(|b| b.0 == name) else {
+                assert_eq!(weight, host(layer.weight.val()), "{name}");
+                continue;
+            };
+            let mut values = vec![0.0f32; weight.len()];
+            grid.dequantize(bytes, &mut values).unwrap();
+            assert_eq!(weight, values.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), "{grid:?} {name}");
+            // By the formula itself, on the latent weight.
+            assert_eq!(*bytes, grid.quantize(&layer.values()).unwrap());
+            moved += usize::from(weight != host(layer.weight.val()));
+        }
+        assert_eq!(moved, 13);
+        // Rounding after training is the same grid, and gives the same model.
+        let rounded = qat::round_to_nearest(float.clone(), &quant, &[]).unwrap();
+        assert_eq!(host(rounded.logits(ids.clone(), 2)), host(prepared.logits(ids.clone(), 2)));
+        // Gradients reach the latent weights.
+        let loss = prepared.logits(ids.clone(), 2).mean();
+        assert!(NamedGradients::take(&prepared, loss.backward()).norm() > 0.0);
+        assert_eq!(host(qat::release(prepared).logits(ids.clone(), 2)), host(float.logits(ids.clone(), 2)));
+    }
+    // Blocks that do not divide a row are refused, by name.
+    let mut quant = w4(Granularity::PerGroup(12), &[]);
+    quant.blocks.push(("model.layers.0.mlp.up_proj".into(), GgufGrid::Q4_0));
+    let e = qat::prepare(Llama::new(&config(true), 0, &Device::flex()), &quant).unwrap_err();
+    assert!(matches!(&e, TrainError::Quant { module, .. } if module == "model.layers.0.mlp.up_proj"), "{e}");
 }
 
 /// Every scheme of float codes.

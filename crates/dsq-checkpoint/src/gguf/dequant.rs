@@ -1,7 +1,7 @@
 //! The element types of GGUF tensors: numbers and names in the file, and decoding to f32. The formulas of the block types
-//! are `dsq_quant::GgufGrid`'s. Not an encoder: dsq writes no GGUF here.
+//! are `dsq_quant::GgufGrid`'s. Not an encoder (see `export.rs`).
 
-use dsq_quant::GgufGrid;
+use dsq_quant::{FloatType, GgufGrid};
 use half::{bf16, f16};
 
 /// The element type of a GGUF tensor that dsq can decode. The discriminant is the number in the file.
@@ -42,7 +42,7 @@ impl GgmlType {
     }
 
     /// The block grid; none for plain floats.
-    fn grid(self) -> Option<GgufGrid> {
+    pub(crate) fn grid(self) -> Option<GgufGrid> {
         Some(match self {
             GgmlType::F32 | GgmlType::F16 | GgmlType::Bf16 => return None,
             GgmlType::Q4_0 => GgufGrid::Q4_0,
@@ -54,6 +54,40 @@ impl GgmlType {
             GgmlType::Q5K => GgufGrid::Q5K,
             GgmlType::Q6K => GgufGrid::Q6K,
         })
+    }
+
+    /// The type of blocks of a grid.
+    pub(crate) fn of_grid(grid: GgufGrid) -> Self {
+        match grid {
+            GgufGrid::Q4_0 => GgmlType::Q4_0,
+            GgufGrid::Q4_1 => GgmlType::Q4_1,
+            GgufGrid::Q5_0 => GgmlType::Q5_0,
+            GgufGrid::Q5_1 => GgmlType::Q5_1,
+            GgufGrid::Q8_0 => GgmlType::Q8_0,
+            GgufGrid::Q4K => GgmlType::Q4K,
+            GgufGrid::Q5K => GgmlType::Q5K,
+            GgufGrid::Q6K => GgmlType::Q6K,
+        }
+    }
+
+    /// The type of plain floats of a dtype; none for those that only scales have.
+    pub(crate) fn of_float(dtype: FloatType) -> Option<Self> {
+        match dtype {
+            FloatType::F32 => Some(GgmlType::F32),
+            FloatType::F16 => Some(GgmlType::F16),
+            FloatType::Bf16 => Some(GgmlType::Bf16),
+            FloatType::F8E4M3 | FloatType::F8E8M0 => None,
+        }
+    }
+
+    /// The dtype of plain floats; none for blocks.
+    pub(crate) fn float(self) -> Option<FloatType> {
+        match self {
+            GgmlType::F32 => Some(FloatType::F32),
+            GgmlType::F16 => Some(FloatType::F16),
+            GgmlType::Bf16 => Some(FloatType::Bf16),
+            _ => None,
+        }
     }
 
     /// ggml's name: `Q4_1`, `Q4_K`.

@@ -286,7 +286,7 @@ pub(crate) fn map_tensors(
     config: &LlamaConfig,
     tensors: &[TensorEntry],
 ) -> Result<Vec<MappedTensor>, CheckpointError> {
-    let mut expected = expected_tensors(config);
+    let mut expected: HashMap<String, MappedTensor> = expected_tensors(config).into_iter().collect();
     let (mut mapped, mut faults) = (Vec::with_capacity(tensors.len()), Vec::new());
     for (index, tensor) in tensors.iter().enumerate() {
         let name = printable(&tensor.name);
@@ -312,13 +312,13 @@ pub(crate) fn map_tensors(
     Err(metadata.invalid("tensors", problem))
 }
 
-/// The tensors of a config, by their name in the file.
-fn expected_tensors(c: &LlamaConfig) -> HashMap<String, MappedTensor> {
+/// The tensors of a config with their names in the file, in the order in which dsq writes them.
+pub(crate) fn expected_tensors(c: &LlamaConfig) -> Vec<(String, MappedTensor)> {
     let (d, ffn) = (c.hidden_size, c.intermediate_size);
     let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-    let mut out = HashMap::new();
+    let mut out = Vec::new();
     let mut add = |file: String, name: String, shape: Vec<usize>, interleaved_heads: Option<usize>| {
-        out.insert(file, MappedTensor { name, index: 0, shape, interleaved_heads });
+        out.push((file, MappedTensor { name, index: 0, shape, interleaved_heads }));
     };
     add("token_embd.weight".into(), "model.embed_tokens.weight".into(), vec![c.vocab_size, d], None);
     add("output_norm.weight".into(), "model.norm.weight".into(), vec![d], None);

@@ -17,18 +17,29 @@
 //! - **Files are read with positioned reads**, tensor by tensor; nothing is mapped, so a file that shrinks is an error and
 //!   not a signal.
 //!
-//! Not a writer of GGUF.
+//! What is written: version 3 with F16, Q8_0, Q4_0, Q4_1 or llama.cpp's mix Q4_K_M ([`GgufExport`]).
 
 mod dequant;
+mod export;
 mod header;
+mod keys;
 mod llama;
+mod mix;
 mod pretokenizer;
+mod proof;
 mod tokenizer;
 mod value;
+mod vocabulary;
+mod write;
+
+pub use export::{Encode, GgufExport, GgufLoss, GgufOptions};
+pub use mix::GgufType;
+pub use proof::proof_path;
 
 use crate::error::printable;
 use crate::json::open_regular;
 use crate::{CheckpointError, Fault, ModelConfig, Severity, TensorInfo};
+use dsq_quant::GgufGrid;
 use header::{Header, TensorEntry};
 use llama::MappedTensor;
 use sha2::{Digest, Sha256};
@@ -106,29 +117,47 @@ impl GgufFile {
     /// [`CheckpointError::Invalid`] for an unknown name, [`CheckpointError::Io`] when reading fails,
     /// [`CheckpointError::Quant`] when a value is NaN or infinite.
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
-        let (mapped, entry) = self.find_or_refuse(name)?;
+        let (_, entry) = self.find_or_refuse(name)?;
         let row = entry.ne[0] as usize;
-        let row_bytes = row / entry.ty.block_len() * entry.ty.block_bytes();
         let mut out = vec![0f32; entry.elements() as usize];
-        let head_dim = mapped.interleaved_heads.map(|heads| mapped.shape[0] / heads);
-        let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
-        let mut buffer = Vec::new();
-        let rows = out.len() / row;
-        for first in (0..rows).step_by(rows_at_once) {
-            let count = rows_at_once.min(rows - first);
-            buffer.resize(count * row_bytes, 0);
-            self.read_at(&mut buffer, entry.start + (first * row_bytes) as u64)?;
-            for (i, bytes) in buffer.chunks_exact(row_bytes).enumerate() {
-                let to = head_dim.map_or(first + i, |d| llama::original_row(first + i, d));
-                entry.ty.dequantize(bytes, &mut out[to * row..(to + 1) * row]);
-            }
-        }
+        self.rows(name, |to, bytes| entry.ty.dequantize(bytes, &mut out[to * row..(to + 1) * row]))?;
         if let Some(index) = out.iter().position(|x| !x.is_finite()) {
             let count = out.iter().filter(|x| !x.is_finite()).count();
             let fault = dsq_quant::QuantError::NonFinite { index, value: out[index], count };
             return Err(CheckpointError::quant(&self.path, format!("{name} ({})", printable(&entry.name)), fault));
         }
         Ok(out)
+    }
+
+    /// The block grid of a tensor and its blocks, rows in Hugging Face order; `None` for plain floats.
+    ///
+    /// # Errors
+    /// As [`GgufFile::read_f32`], but that values are not looked at.
+    pub fn read_blocks(&self, name: &str) -> Result<Option<(GgufGrid, Vec<u8>)>, CheckpointError> {
+        let (_, entry) = self.find_or_refuse(name)?;
+        let Some(grid) = entry.ty.grid() else { return Ok(None) };
+        let mut out = vec![0u8; entry.bytes as usize];
+        self.rows(name, |to, bytes| out[to * bytes.len()..(to + 1) * bytes.len()].copy_from_slice(bytes))?;
+        Ok(Some((grid, out)))
+    }
+
+    /// Reads a tensor and hands over each row with its place in Hugging Face order.
+    fn rows(&self, name: &str, mut row: impl FnMut(usize, &[u8])) -> Result<(), CheckpointError> {
+        let (mapped, entry) = self.find_or_refuse(name)?;
+        let row_bytes = entry.ne[0] as usize / entry.ty.block_len() * entry.ty.block_bytes();
+        let head_dim = mapped.interleaved_heads.map(|heads| mapped.shape[0] / heads);
+        let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
+        let mut buffer = Vec::new();
+        let rows = entry.bytes as usize / row_bytes;
+        for first in (0..rows).step_by(rows_at_once) {
+            let count = rows_at_once.min(rows - first);
+            buffer.resize(count * row_bytes, 0);
+            self.read_at(&mut buffer, entry.start + (first * row_bytes) as u64)?;
+            for (i, bytes) in buffer.chunks_exact(row_bytes).enumerate() {
+                row(head_dim.map_or(first + i, |d| llama::original_row(first + i, d)), bytes);
+            }
+        }
+        Ok(())
     }
 
     fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<(), CheckpointError> {
@@ -141,16 +170,32 @@ impl GgufFile {
     /// [`CheckpointError::Invalid`] for an unknown name, [`CheckpointError::Io`] when reading fails.
     pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
         let (_, entry) = self.find_or_refuse(name)?;
+        self.hash(entry.start, entry.bytes)
+    }
+
+    /// [`GgufFile::sha256`] by the tensor's name in the file; `None` when there is none of that name.
+    pub(crate) fn sha256_as_stored(&self, name: &str) -> Result<Option<String>, CheckpointError> {
+        let entry = self.header.tensors.iter().find(|t| t.name == name);
+        entry.map(|e| self.hash(e.start, e.bytes)).transpose()
+    }
+
+    /// SHA-256 of the whole file.
+    pub(crate) fn sha256_of_file(&self) -> Result<String, CheckpointError> {
+        let len = self.file.metadata().map_err(|e| CheckpointError::io(&self.path, "read", e))?.len();
+        self.hash(0, len)
+    }
+
+    fn hash(&self, start: u64, bytes: u64) -> Result<String, CheckpointError> {
         let mut hash = Sha256::new();
-        let (mut at, end) = (entry.start, entry.start + entry.bytes);
-        let mut buffer = vec![0; CHUNK_BYTES.min(entry.bytes as usize)];
+        let (mut at, end) = (start, start + bytes);
+        let mut buffer = vec![0; CHUNK_BYTES.min(bytes as usize)];
         while at < end {
             let len = buffer.len().min((end - at) as usize);
             self.read_at(&mut buffer[..len], at)?;
             hash.update(&buffer[..len]);
             at += len as u64;
         }
-        Ok(hash.finalize().iter().map(|b| format!("{b:02x}")).collect())
+        Ok(hex(hash))
     }
 
     fn tokenizer(&self) -> Result<Option<GgufTokenizer<'_>>, CheckpointError> {
@@ -237,6 +282,11 @@ impl GgufFile {
         }
         faults
     }
+}
+
+/// A finished SHA-256 in hex.
+fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(unix)]

@@ -12,20 +12,20 @@ use crate::error::printable;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
-const MODEL: &str = "tokenizer.ggml.model";
-const PRE: &str = "tokenizer.ggml.pre";
-const TOKENS: &str = "tokenizer.ggml.tokens";
-const TYPES: &str = "tokenizer.ggml.token_type";
+pub(crate) const MODEL: &str = "tokenizer.ggml.model";
+pub(crate) const PRE: &str = "tokenizer.ggml.pre";
+pub(crate) const TOKENS: &str = "tokenizer.ggml.tokens";
+pub(crate) const TYPES: &str = "tokenizer.ggml.token_type";
 const SCORES: &str = "tokenizer.ggml.scores";
-const MERGES: &str = "tokenizer.ggml.merges";
-const TEMPLATE: &str = "tokenizer.chat_template";
+pub(crate) const MERGES: &str = "tokenizer.ggml.merges";
+pub(crate) const TEMPLATE: &str = "tokenizer.chat_template";
 
 /// Most tokens of a vocabulary: four times the largest public one. Bounds the index that is built over them.
 const MAX_TOKENS: usize = 1 << 20;
 
 /// What a token is, by its number in `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum TokenType {
+pub(crate) enum TokenType {
     Normal = 1,
     Unknown = 2,
     Control = 3,

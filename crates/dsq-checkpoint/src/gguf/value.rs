@@ -1,4 +1,4 @@
-//! Typed metadata values and the pairs of one file. Not the reader of their bytes.
+//! Typed metadata values and the pairs of one file. Not the reader of their bytes (see `header.rs`), nor the writer (`write.rs`).
 
 use crate::CheckpointError;
 use std::collections::HashMap;
@@ -93,6 +93,25 @@ pub(crate) enum Value {
 }
 
 impl Value {
+    /// Its type.
+    pub(crate) fn ty(&self) -> ValueType {
+        match self {
+            Value::U8(_) => ValueType::U8,
+            Value::I8(_) => ValueType::I8,
+            Value::U16(_) => ValueType::U16,
+            Value::I16(_) => ValueType::I16,
+            Value::U32(_) => ValueType::U32,
+            Value::I32(_) => ValueType::I32,
+            Value::F32(_) => ValueType::F32,
+            Value::Bool(_) => ValueType::Bool,
+            Value::String(_) => ValueType::String,
+            Value::Array(_) => ValueType::Array,
+            Value::U64(_) => ValueType::U64,
+            Value::I64(_) => ValueType::I64,
+            Value::F64(_) => ValueType::F64,
+        }
+    }
+
     /// What it is, for messages: `UINT32 7`, `an array of STRING`.
     pub(crate) fn describe(&self) -> String {
         match self {
@@ -141,11 +160,31 @@ impl Array {
         }
     }
 
-    fn type_name(&self) -> &'static str {
+    /// The type of the elements.
+    pub(crate) fn element_type(&self) -> ValueType {
         match self {
-            Array::Scalars { ty, .. } => ty.name(),
-            Array::Strings { .. } => ValueType::String.name(),
+            Array::Scalars { ty, .. } => *ty,
+            Array::Strings { .. } => ValueType::String,
         }
+    }
+
+    fn type_name(&self) -> &'static str {
+        self.element_type().name()
+    }
+
+    /// An array of these strings.
+    pub(crate) fn strings<S: AsRef<str>>(items: impl IntoIterator<Item = S>) -> Self {
+        let (mut text, mut ends) = (String::new(), Vec::new());
+        for item in items {
+            text.push_str(item.as_ref());
+            ends.push(text.len());
+        }
+        Array::Strings { text, ends }
+    }
+
+    /// An array of INT32.
+    pub(crate) fn ints(items: impl IntoIterator<Item = i32>) -> Self {
+        Array::Scalars { ty: ValueType::I32, bytes: items.into_iter().flat_map(i32::to_le_bytes).collect() }
     }
 }
 
@@ -192,6 +231,18 @@ impl Metadata {
         }
         self.pairs.insert(key, value);
         Ok(())
+    }
+
+    /// Sets a key, whatever it was.
+    pub(crate) fn set(&mut self, key: &str, value: Value) {
+        self.pairs.insert(key.to_owned(), value);
+    }
+
+    /// The pairs, sorted by key.
+    pub(crate) fn sorted(&self) -> Vec<(&str, &Value)> {
+        let mut pairs: Vec<_> = self.pairs.iter().map(|(k, v)| (k.as_str(), v)).collect();
+        pairs.sort_unstable_by_key(|(k, _)| *k);
+        pairs
     }
 
     /// The keys, sorted.

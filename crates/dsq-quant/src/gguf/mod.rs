@@ -11,6 +11,7 @@ mod decode;
 mod encode;
 mod q4_k;
 mod q6_k;
+mod transcode;
 
 use crate::{FloatType, QuantError};
 use half::f16;

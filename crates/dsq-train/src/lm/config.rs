@@ -255,13 +255,17 @@ impl LmTrainConfig {
     ///
     /// # Errors
     /// [`TrainError::Setting`] for a rank above the lesser side of a quantized layer (the smallest one is named), and for static
-    /// activations without [`LmTrainConfig::inputs`].
+    /// activations without [`LmTrainConfig::inputs`]; for learned scales of blocks of GGUF.
     pub fn check_quant(&self, model: &LlamaConfig, quant: &QuantConfig) -> Result<(), TrainError> {
         let schemes = quant.overrides.iter().map(|(_, s)| s).chain([&quant.scheme]);
         let fixed = schemes.filter_map(|s| s.activations).find(|a: &QuantArgs| !a.is_dynamic());
         if let (None, Some(a)) = (&self.inputs, fixed) {
             let expected = format!("an observer of the ranges of static {} activations", a.qtype.name());
             return Err(TrainError::Setting { field: "qat.observer".into(), expected, got: "none".into() });
+        }
+        if let (Some(_), Some((_, grid))) = (&self.learned_scales, quant.blocks.first()) {
+            let expected = format!("false: the scales of {} follow from the weights", grid.name());
+            return Err(TrainError::Setting { field: "qat.learned_scales".into(), expected, got: "true".into() });
         }
         let Some(Adapters { rank, .. }) = self.adapters else { return Ok(()) };
         let linears = ModelConfig::Llama(model.clone()).linears().into_iter();

@@ -88,7 +88,7 @@ pub struct LmOutcome {
     pub qat: Llama,
     /// After float training with the tokens of the QAT phase.
     pub float_equal_tokens: Option<Llama>,
-    /// What ships: the quantized layers of `qat`, by module name.
+    /// What ships: the quantized layers of `qat`, by module name; those on blocks of GGUF are [`qat::convert_blocks`] of it.
     pub quantized: Vec<(String, QuantizedMatrix)>,
 }
 
@@ -414,9 +414,9 @@ impl<'a> Trainer<'a> {
 
     /// The error of a number that is not finite: a weight that cannot be quantized is named.
     fn numerics(&self, what: &str, step: usize, value: f64) -> TrainError {
-        match qat::convert(&self.model) {
+        match qat::convert(&self.model).and(qat::convert_blocks(&self.model).map(drop)) {
             Err(e) => e,
-            Ok(_) => TrainError::Numerics { what: what.into(), step: step as u64, value },
+            Ok(()) => TrainError::Numerics { what: what.into(), step: step as u64, value },
         }
     }
 

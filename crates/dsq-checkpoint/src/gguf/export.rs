@@ -1,0 +1,452 @@
+//! Writing a GGUF file from any model that can be opened, tensor by tensor. Which type a tensor gets is decided in `mix.rs`, the
+//! keys are made in `keys.rs`, the file is read back in `proof.rs`. Not the arithmetic (see `dsq_quant::GgufGrid`).
+//!
+//! A source with codes (compressed-tensors, or a GGUF file with blocks) is *transcoded*: its codes are carried over where the
+//! target's grid holds them. What would change a value is told with its size before anything is written, and done only when
+//! [`GgufOptions::requantize`] allows it.
+
+use super::dequant::GgmlType;
+use super::mix::GgufType;
+use super::proof::{Meant, prove};
+use super::value::Metadata;
+use super::write::{ALIGNMENT, TableRow, header};
+use super::{hex, keys, llama};
+use crate::checkpoint::hex_sha256;
+use crate::export::{Proof, SourceRecord, TensorProof};
+use crate::tensor::{conversion_loss, float_bytes};
+use crate::write::{FileWriter, check_output, write_atomic};
+use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig, printable};
+use dsq_quant::{FloatType, GgufGrid, QuantError};
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// What a GGUF file begins with.
+const MAGIC: &[u8] = b"GGUF";
+
+/// From values to the blocks of a grid: [`GgufGrid::quantize`], perhaps on more threads.
+pub type Encode<'a> = dyn Fn(GgufGrid, &[f32]) -> Result<Vec<u8>, QuantError> + 'a;
+
+/// What to write.
+#[derive(Debug, Clone)]
+pub struct GgufOptions {
+    /// The kind of file.
+    pub ty: GgufType,
+    /// Dtype of the matrices that a quantized source has in float; `None`: as stored. Only without `requantize`.
+    pub dtype: Option<FloatType>,
+    /// Whether values of a quantized source may change. Every matrix then gets the type of `ty`, also those that the source
+    /// has in float.
+    pub requantize: bool,
+    /// Modules (`model.embed_tokens` too) that a float source's file keeps in the floats of the source.
+    pub keep: Vec<String>,
+    /// Whether a GGUF file of that name may be replaced.
+    pub overwrite: bool,
+}
+
+/// How far the values of a quantized source are from what would be written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GgufLoss {
+    /// Tensors whose values change; none when all is transcoded exactly.
+    pub tensors: usize,
+    /// The one that changes most, by its Hugging Face name.
+    pub largest: String,
+    /// Largest absolute difference.
+    pub max_abs_error: f64,
+    /// Frobenius norm of the difference over that of the weights, over all tensors compared.
+    pub relative_error: f64,
+}
+
+/// How the source stores a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Floats, with the type that holds them as they are.
+    Float(GgmlType),
+    /// Codes of compressed-tensors.
+    Codes,
+    /// Blocks of GGUF.
+    Blocks(GgufGrid),
+}
+
+/// A tensor to write.
+#[derive(Debug)]
+pub(super) struct Planned {
+    /// Its name in the file.
+    pub(super) file: String,
+    /// Its Hugging Face name.
+    pub(super) name: String,
+    /// Shape, outermost first.
+    pub(super) shape: Vec<usize>,
+    /// Its type in the file.
+    pub(super) ty: GgmlType,
+    heads: Option<usize>,
+    kind: Kind,
+}
+
+impl Planned {
+    fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+
+    fn row(&self) -> TableRow<'_> {
+        TableRow { name: &self.file, shape: &self.shape, ty: self.ty }
+    }
+}
+
+/// A tensor as it is to be stored.
+struct Encoded {
+    /// Rows in Hugging Face order.
+    bytes: Vec<u8>,
+    /// What the source holds, and what the bytes stand for.
+    values: Vec<f32>,
+    stored: Vec<f32>,
+    /// Whether the bytes are the source's own.
+    copied: bool,
+}
+
+impl Encoded {
+    fn exact(&self) -> bool {
+        self.values == self.stored
+    }
+}
+
+/// An export of which everything is known but the weights.
+#[derive(Debug)]
+pub struct GgufExport<'a> {
+    source: &'a Checkpoint,
+    config: LlamaConfig,
+    out: PathBuf,
+    options: GgufOptions,
+    plan: Vec<Planned>,
+    metadata: Metadata,
+    dropped: Vec<(String, &'static str)>,
+    quantized: bool,
+}
+
+impl<'a> GgufExport<'a> {
+    /// Makes all checks that need no weight: the architecture, the output, the rows of every matrix, the tokenizer.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Usage`] (2) for an output in use, another architecture, or rows that no block divides;
+    /// [`CheckpointError::Invalid`] (3) for a tokenizer that GGUF cannot say.
+    pub fn new(source: &'a Checkpoint, out: &Path, options: GgufOptions) -> Result<Self, CheckpointError> {
+        check_output(&[source.path()], out)?;
+        FileWriter::check(out, options.overwrite, MAGIC)?;
+        let usage = |field: &str, problem: String| Err(CheckpointError::usage(source.path(), field, problem));
+        let ModelConfig::Llama(config) = source.config() else {
+            return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
+        };
+        let config = config.clone();
+        let tensors = llama::expected_tensors(&config);
+        let kinds: Vec<Kind> =
+            tensors.iter().map(|(_, t)| kind(source, &t.name)).collect::<Result<_, CheckpointError>>()?;
+        let quantized = kinds.iter().any(|k| !matches!(k, Kind::Float(_)));
+        let lossless = quantized && !options.requantize;
+        if let Some(dtype) = options.dtype.filter(|_| !lossless) {
+            let why = if quantized { "--requantize" } else { "a float source" };
+            return usage(
+                "--dtype",
+                format!("expected no such option with {why}: {} says all, got {dtype}", options.ty.name()),
+            );
+        }
+        let (mut plan, mut odd) = (Vec::new(), Vec::new());
+        for ((file, t), kind) in tensors.into_iter().zip(kinds) {
+            let columns = if t.shape.len() < 2 { 0 } else { t.shape[1] };
+            let wanted = options.ty.of_tensor(&file, columns, &config);
+            let embedding = file == "token_embd.weight" || file == "output.weight";
+            let ty = match kind {
+                Kind::Float(stored) if lossless && columns > 0 => {
+                    options.dtype.and_then(GgmlType::of_float).unwrap_or(stored)
+                }
+                Kind::Float(stored) if options.keep.iter().any(|m| t.name.strip_suffix(".weight") == Some(m)) => stored,
+                // llama.cpp's mixes want these finer than the rest; what the source has is kept.
+                Kind::Blocks(grid) if lossless && embedding => GgmlType::of_grid(grid),
+                Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => {
+                    finest(source, &t.name, options.ty)
+                }
+                _ => match wanted {
+                    Some(ty) => ty,
+                    None => {
+                        odd.push(format!("{} ({columns})", t.name));
+                        continue;
+                    }
+                },
+            };
+            plan.push(Planned { file, name: t.name, shape: t.shape, ty, heads: t.interleaved_heads, kind });
+        }
+        if !odd.is_empty() {
+            let listed = odd[..odd.len().min(10)].join(", ");
+            let problem = format!(
+                "expected rows of a multiple of 32 values for {}, got {} matrices of others: {listed}",
+                options.ty.name(),
+                odd.len()
+            );
+            return Err(CheckpointError::usage(source.path(), "--gguf-type", problem).with_hint("F16 takes any shape"));
+        }
+        let metadata = keys::metadata(source, &config, options.ty, out)?;
+        let dropped = dropped(source, &config, &plan)?;
+        Ok(Self { source, config, out: out.to_path_buf(), options, plan, metadata, dropped, quantized })
+    }
+
+    /// Tensors of the file.
+    pub fn tensors(&self) -> usize {
+        self.plan.len()
+    }
+
+    /// Compares a quantized source with what would be written, tensor by tensor; `None` for a float source, which is
+    /// quantized here for the first time. `tick` is called after each tensor.
+    ///
+    /// # Errors
+    /// Those of reading and quantizing.
+    pub fn loss(&self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Option<GgufLoss>, CheckpointError> {
+        if !self.quantized {
+            return Ok(None);
+        }
+        let mut loss = GgufLoss { tensors: 0, largest: String::new(), max_abs_error: 0.0, relative_error: 0.0 };
+        let (mut squares, mut all) = (0.0f64, 0.0f64);
+        for p in &self.plan {
+            let compared = !matches!(p.kind, Kind::Float(_)) || (self.options.requantize && p.shape.len() > 1);
+            if compared {
+                let encoded = self.encode(p, encode)?;
+                let mut largest = 0.0f64;
+                for (a, b) in encoded.stored.iter().zip(&encoded.values) {
+                    let (b, d) = (f64::from(*b), f64::from(*a) - f64::from(*b));
+                    largest = largest.max(d.abs());
+                    (squares, all) = (squares + d * d, all + b * b);
+                }
+                loss.tensors += usize::from(!encoded.exact());
+                if largest > loss.max_abs_error {
+                    (loss.max_abs_error, loss.largest) = (largest, p.name.clone());
+                }
+            }
+            tick();
+        }
+        loss.relative_error = if all == 0.0 { 0.0 } else { (squares / all).sqrt() };
+        Ok(Some(loss))
+    }
+
+    /// Writes the file, reads it back, proves it equal to what was meant, and gives it its name; the proof is written beside it
+    /// (`FILE.dsq-proof.json`). `tick` is called after each tensor.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Quant`] or [`CheckpointError::Numerics`] (6) for values that cannot be stored,
+    /// [`CheckpointError::Numerics`] for a quantized source whose values would change without
+    /// [`GgufOptions::requantize`], [`CheckpointError::NoSpace`] or [`CheckpointError::Io`] (4). Nothing is left behind.
+    pub fn write(self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Proof, CheckpointError> {
+        let table: Vec<TableRow> = self.plan.iter().map(Planned::row).collect();
+        let head = header(&self.metadata, &table);
+        let size: u64 =
+            table.iter().map(|row| row.bytes().next_multiple_of(ALIGNMENT)).sum::<u64>() + head.len() as u64;
+        let mut writer =
+            FileWriter::create(&self.out, self.options.overwrite, MAGIC, size + 1024 * table.len() as u64)?;
+        writer.write(&head)?;
+        let mut meant = Vec::with_capacity(self.plan.len());
+        for p in &self.plan {
+            let encoded = self.encode(p, encode)?;
+            if !matches!(p.kind, Kind::Float(_)) && !self.options.requantize && !encoded.exact() {
+                let problem = format!("{} does not hold these values; expected equal values, got others", p.ty.name());
+                return Err(CheckpointError::numerics(self.source.path(), &p.name, problem)
+                    .with_hint("--requantize allows values to change"));
+            }
+            let bytes = in_file_order(&encoded.bytes, p);
+            writer.write(&bytes)?;
+            let padding = bytes.len().next_multiple_of(ALIGNMENT as usize) - bytes.len();
+            writer.write(&[0; ALIGNMENT as usize][..padding])?;
+            meant.push(self.meant(p, &bytes, &encoded)?);
+            tick();
+        }
+        let mut proof = prove(writer.written()?, &self.config, &self.metadata, &self.plan, &meant, size)?;
+        proof.tensors.extend(self.dropped.iter().map(|(name, reason)| TensorProof {
+            name: name.clone(),
+            became: "dropped",
+            reason: Some(*reason),
+            source: None,
+            underflow: 0,
+            bits_per_weight: 0.0,
+            stored: BTreeMap::new(),
+        }));
+        let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if let Some(hash) = proof.files.remove("") {
+            proof.files.insert(name, hash);
+        }
+        let text = serde_json::to_vec_pretty(&proof)
+            .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
+        writer.commit()?;
+        write_atomic(&super::proof_path(&self.out), &text)?;
+        Ok(proof)
+    }
+
+    #[cfg(test)]
+    pub(super) fn parts(&self) -> (&LlamaConfig, &Metadata, &[Planned]) {
+        (&self.config, &self.metadata, &self.plan)
+    }
+
+    #[cfg(test)]
+    pub(super) fn plan_mut(&mut self) -> &mut [Planned] {
+        &mut self.plan
+    }
+
+    /// What tensor `i` is to become.
+    #[cfg(test)]
+    pub(super) fn meant_of(&self, i: usize, encode: &Encode) -> Result<Meant, CheckpointError> {
+        let encoded = self.encode(&self.plan[i], encode)?;
+        self.meant(&self.plan[i], &in_file_order(&encoded.bytes, &self.plan[i]), &encoded)
+    }
+
+    /// The record of a tensor whose bytes were written.
+    fn meant(&self, p: &Planned, bytes: &[u8], e: &Encoded) -> Result<Meant, CheckpointError> {
+        let became = match p.kind {
+            Kind::Float(stored) if stored == p.ty => "copied",
+            Kind::Float(_) if p.ty.grid().is_none() => "converted",
+            Kind::Float(_) => "quantized",
+            Kind::Codes | Kind::Blocks(_) if e.copied => "copied",
+            Kind::Codes | Kind::Blocks(_) if e.exact() => "transcoded",
+            Kind::Codes | Kind::Blocks(_) => "requantized",
+        };
+        let source = match (became, p.kind) {
+            ("copied", _) => None,
+            (_, Kind::Codes) => {
+                let hash = hex_sha256(&float_bytes(&e.values, FloatType::F32));
+                Some(SourceRecord::with_values(hash, "F32 (values of codes)".into(), &e.values, &e.stored))
+            }
+            _ => {
+                let dtype = self.source.info(&p.name).map(|i| i.dtype).unwrap_or_default();
+                Some(SourceRecord::with_values(self.source.sha256(&p.name)?, dtype, &e.values, &e.stored))
+            }
+        };
+        let underflow = match p.ty.float() {
+            Some(dtype) => conversion_loss(&e.values, dtype).underflow,
+            None => 0,
+        };
+        Ok(Meant { bytes: hex_sha256(bytes), values: hash_values(&e.stored), became, source, underflow })
+    }
+
+    fn encode(&self, p: &Planned, encode: &Encode) -> Result<Encoded, CheckpointError> {
+        let source = self.source;
+        let path = source.path();
+        let (values, carried, own) = match p.kind {
+            Kind::Float(_) => (source.read_f32(&p.name)?, None, None),
+            Kind::Codes => match source.linear(p.module())? {
+                LinearWeight::Float { data, .. } => (data, None, None),
+                LinearWeight::Quantized(m) => (m.dequantize(), p.ty.grid().and_then(|g| g.from_codes(&m)), None),
+            },
+            Kind::Blocks(grid) => {
+                let blocks = source.gguf().map(|g| g.read_blocks(&p.name)).transpose()?.flatten();
+                let blocks = blocks.map(|(_, b)| b).unwrap_or_default();
+                (source.read_f32(&p.name)?, p.ty.grid().and_then(|g| g.from_blocks(grid, &blocks)), Some(blocks))
+            }
+        };
+        if let Some(index) = values.iter().position(|x| !x.is_finite()) {
+            let count = values.iter().filter(|x| !x.is_finite()).count();
+            let e = QuantError::NonFinite { index, value: values[index], count };
+            return Err(CheckpointError::quant(path, &p.name, e));
+        }
+        let bytes = match (carried, p.ty.grid(), p.ty.float()) {
+            (Some(bytes), ..) => bytes,
+            (None, Some(grid), _) => encode(grid, &values).map_err(|e| CheckpointError::quant(path, &p.name, e))?,
+            (None, None, dtype) => {
+                let dtype = dtype.unwrap_or_default();
+                if let Some((index, count)) = conversion_loss(&values, dtype).overflow {
+                    let problem = format!(
+                        "{count} values overflow {dtype}; expected at most {:e}, the first is {:e} at index {index}",
+                        dtype.max(),
+                        values[index]
+                    );
+                    return Err(CheckpointError::numerics(path, &p.name, problem));
+                }
+                float_bytes(&values, dtype)
+            }
+        };
+        let mut stored = vec![0.0f32; values.len()];
+        p.ty.dequantize(&bytes, &mut stored);
+        let copied = own.is_some_and(|own| own == bytes);
+        Ok(Encoded { bytes, values, stored, copied })
+    }
+}
+
+/// How the source stores a tensor.
+fn kind(source: &Checkpoint, name: &str) -> Result<Kind, CheckpointError> {
+    if let Some(file) = source.gguf() {
+        let ty = file.find_or_refuse(name)?.1.ty;
+        return Ok(ty.grid().map_or(Kind::Float(ty), Kind::Blocks));
+    }
+    if name.strip_suffix(".weight").is_some_and(|module| source.is_quantized(module)) {
+        return Ok(Kind::Codes);
+    }
+    let float = source.dtype(name).and_then(|d| d.float()).and_then(GgmlType::of_float);
+    float.map(Kind::Float).ok_or_else(|| source.missing(name))
+}
+
+/// The type for a head of codes of its own: blocks of the kind's other matrices where they hold 4 bits, `Q8_0` else.
+fn finest(source: &Checkpoint, name: &str, ty: GgufType) -> GgmlType {
+    let module = name.strip_suffix(".weight").unwrap_or(name);
+    match source.group_args(module) {
+        Some((args, _)) if args.qtype.bits() <= 4 => ty.matrices(),
+        _ => GgmlType::Q8_0,
+    }
+}
+
+/// Source tensors that the file has no place for, and why.
+fn dropped(
+    source: &Checkpoint,
+    config: &LlamaConfig,
+    plan: &[Planned],
+) -> Result<Vec<(String, &'static str)>, CheckpointError> {
+    let mut used: HashSet<String> = plan.iter().map(|p| p.name.clone()).collect();
+    for p in plan.iter().filter(|p| p.kind == Kind::Codes) {
+        used.extend(crate::packed::WEIGHT_PARTS.map(|part| format!("{}.{part}", p.module())));
+    }
+    let mut out = Vec::new();
+    for name in source.names().into_iter().filter(|n| !used.contains(n)) {
+        let why = match name.rsplit('.').next().unwrap_or_default() {
+            _ if name == "lm_head.weight" && config.tie_word_embeddings => {
+                let embedding = "model.embed_tokens.weight";
+                if source.sha256(&name)? != source.sha256(embedding)? {
+                    let problem = "tie_word_embeddings is true; expected the embedding itself, got another matrix";
+                    return Err(source.invalid(&name, problem));
+                }
+                "tie_word_embeddings: it is model.embed_tokens.weight"
+            }
+            "inv_freq" => "follows from the config",
+            "input_scale" | "input_zero_point" | "input_global_scale" => "a GGUF file has no grids of inputs",
+            "k_scale" | "v_scale" => "a GGUF file has no scales of a KV cache",
+            _ => "the config does not call for it",
+        };
+        out.push((name, why));
+    }
+    Ok(out)
+}
+
+/// The rows of a tensor in the order of the file: those of query and key heads interleaved.
+fn in_file_order(bytes: &[u8], p: &Planned) -> Vec<u8> {
+    let Some(heads) = p.heads else { return bytes.to_vec() };
+    let (rows, head_dim) = (p.shape[0], p.shape[0] / heads);
+    let row_bytes = bytes.len() / rows;
+    let mut out = Vec::with_capacity(bytes.len());
+    for r in 0..rows {
+        let from = llama::original_row(r, head_dim) * row_bytes;
+        out.extend(&bytes[from..from + row_bytes]);
+    }
+    out
+}
+
+/// SHA-256 of values as f32, in hex.
+pub(super) fn hash_values(values: &[f32]) -> String {
+    let mut hash = Sha256::new();
+    for run in values.chunks(1 << 16) {
+        hash.update(float_bytes(run, FloatType::F32));
+    }
+    hex(hash)
+}
+
+impl std::fmt::Display for GgufLoss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "values change in {} tensors: max abs error {:e} (in {}), relative Frobenius error {:e}",
+            self.tensors,
+            self.max_abs_error,
+            printable(&self.largest),
+            self.relative_error
+        )
+    }
+}

@@ -1,0 +1,169 @@
+//! The proof of a written GGUF file: it is opened by the reader, and its keys, config, types, bytes and dequantized values are
+//! compared with what was meant. Not the writing (see `export.rs`).
+
+use super::GgufFile;
+use super::export::{Planned, hash_values};
+use super::value::Metadata;
+use crate::export::{PROOF_FILE, Proof, SourceRecord, TensorProof, ratio};
+use crate::{CheckpointError, LlamaConfig, ModelConfig};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// What a tensor was to become.
+pub(super) struct Meant {
+    /// SHA-256 of its bytes in the file.
+    pub(super) bytes: String,
+    /// SHA-256 of its values as f32, in Hugging Face order.
+    pub(super) values: String,
+    /// As in [`TensorProof`].
+    pub(super) became: &'static str,
+    /// The source, unless it was copied.
+    pub(super) source: Option<SourceRecord>,
+    /// Values that became zero in a narrower float.
+    pub(super) underflow: usize,
+}
+
+/// Where the proof of a GGUF file lies: `FILE.dsq-proof.json`.
+pub fn proof_path(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(format!(".{PROOF_FILE}"));
+    PathBuf::from(name)
+}
+
+/// Reads the file back. The proof has the SHA-256 of the whole file under the empty name, which the caller gives a better one.
+pub(super) fn prove(
+    path: &Path,
+    config: &LlamaConfig,
+    metadata: &Metadata,
+    plan: &[Planned],
+    meant: &[Meant],
+    size: u64,
+) -> Result<Proof, CheckpointError> {
+    let differs = |what: &str| {
+        let text = format!("{what}: what was read back is not what was written");
+        Err(CheckpointError::io(path, "prove the export", std::io::Error::new(std::io::ErrorKind::InvalidData, text)))
+    };
+    let file = GgufFile::open(path)?;
+    if *file.config() != ModelConfig::Llama(config.clone()) {
+        return differs("the config");
+    }
+    if file.header.metadata.sorted() != metadata.sorted() {
+        return differs("the keys");
+    }
+    if file.names() != plan.iter().map(|p| p.name.clone()).collect::<Vec<_>>() || file.header.trailing > 0 {
+        return differs("the list of tensors");
+    }
+    let mut bytes: BTreeMap<&'static str, u64> = BTreeMap::new();
+    let mut tensors = Vec::with_capacity(plan.len());
+    let (mut coded, mut all) = ((0u64, 0u64), (0u64, 0u64));
+    for (p, m) in plan.iter().zip(meant) {
+        let entry = file.find_or_refuse(&p.name)?.1;
+        if entry.ty != p.ty || entry.name != p.file || file.sha256(&p.name)? != m.bytes {
+            return differs(&p.name);
+        }
+        if hash_values(&file.read_f32(&p.name)?) != m.values {
+            return differs(&format!("the values of {}", p.name));
+        }
+        let (bits, weights) = (entry.bytes * 8, entry.elements());
+        all = (all.0 + bits, all.1 + weights);
+        if p.ty.grid().is_some() {
+            coded = (coded.0 + bits, coded.1 + weights);
+        }
+        *bytes.entry(p.ty.name()).or_insert(0) += entry.bytes;
+        tensors.push(TensorProof {
+            name: p.name.clone(),
+            became: m.became,
+            reason: None,
+            source: m.source.clone(),
+            underflow: m.underflow,
+            bits_per_weight: ratio(bits, weights),
+            stored: BTreeMap::from([(p.file.clone(), m.bytes.clone())]),
+        });
+    }
+    // Keys, table and padding.
+    bytes.insert("header", size - bytes.values().sum::<u64>());
+    Ok(Proof {
+        format_version: 1,
+        dsq_version: env!("CARGO_PKG_VERSION"),
+        bits_per_weight: ratio(coded.0, coded.1),
+        model_bits_per_weight: ratio(all.0, all.1),
+        bytes,
+        tensors,
+        files: BTreeMap::from([(String::new(), file.sha256_of_file()?)]),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gguf::dequant::GgmlType;
+    use crate::gguf::{GgufOptions, GgufType, export::GgufExport};
+    use crate::{Checkpoint, ExportTensor, export_folder};
+    use dsq_quant::FloatType;
+
+    /// The proof can fail: one changed bit anywhere, keys and table included, is told or makes the file unreadable; so does
+    /// another type, or a tensor that was to have other values.
+    #[test]
+    fn a_file_that_differs_in_one_bit_is_not_proven() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, out) = (dir.path().join("m"), dir.path().join("q.gguf"));
+        let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":32,"intermediate_size":32,
+            "num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":8,"vocab_size":3,
+            "max_position_embeddings":8,"rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":true}"#;
+        let config = ModelConfig::from_json(text, Path::new("config.json")).unwrap();
+        let ModelConfig::Llama(llama) = &config else { panic!("a llama") };
+        let mut layers = Vec::new();
+        for (_, t) in crate::gguf::llama::expected_tensors(llama) {
+            let data = (0..t.shape.iter().product()).map(|i: usize| (i as f32 * 0.37 + 0.1).sin()).collect();
+            layers.push(ExportTensor::Float { name: t.name, shape: t.shape, data, dtype: FloatType::F32 });
+        }
+        export_folder(&model, &config, layers, None, vec![], false).unwrap();
+        let ckpt = Checkpoint::open(&model).unwrap();
+        let options = GgufOptions { ty: GgufType::Q4_0, dtype: None, requantize: false, keep: vec![], overwrite: true };
+        let export = || GgufExport::new(&ckpt, &out, options.clone()).unwrap();
+        let encode = |grid: dsq_quant::GgufGrid, x: &[f32]| grid.quantize(x);
+        export().write(&encode, &mut || ()).unwrap();
+        let (mut export, mut meant) = (export(), Vec::new());
+        for i in 0..export.tensors() {
+            meant.push(export.meant_of(i, &encode).unwrap());
+        }
+        let whole = std::fs::read(&out).unwrap();
+        let size = whole.len() as u64;
+        let proven = |export: &GgufExport, meant: &[Meant]| {
+            let (config, metadata, plan) = export.parts();
+            prove(&out, config, metadata, plan, meant, size).is_ok()
+        };
+        assert!(proven(&export, &meant));
+        // Where the data of each tensor lies, and the end of the table, which the offset of the last one is.
+        let opened = GgufFile::open(&out).unwrap();
+        let data: Vec<_> =
+            opened.header.tensors.iter().map(|t| t.start as usize..(t.start + t.bytes) as usize).collect();
+        let last = (data[data.len() - 1].start - data[0].start) as u64;
+        let end_of_table =
+            (data[0].start - 31..=data[0].start).find(|end| whole[end - 8..*end] == last.to_le_bytes()).unwrap();
+        let proven = |export: &GgufExport, meant: &[Meant]| {
+            let (config, metadata, plan) = export.parts();
+            prove(&out, config, metadata, plan, meant, size).is_ok()
+        };
+        assert!(proven(&export, &meant));
+        // Where the data of each tensor lies, and the end of the table, which the offset of the last one is.
+        let opened = GgufFile::open(&out).unwrap();
+        let data: Vec<_> =
+            opened.header.tensors.iter().map(|t| t.start as usize..(t.start + t.bytes) as usize).collect();
+        for at in 0..whole.len() {
+            let mut changed = whole.clone();
+            changed[at] ^= 1 << (at % 8);
+            std::fs::write(&out, &changed).unwrap();
+            // Padding says nothing.
+            let padding = at >= end_of_table && !data.iter().any(|r| r.contains(&at));
+            assert!(padding || !proven(&export, &meant), "byte {at} of {}", whole.len());
+        }
+        std::fs::write(&out, &whole).unwrap();
+        meant[3].values = meant[4].values.clone();
+        assert!(!proven(&export, &meant));
+        meant[3] = export.meant_of(3, &encode).unwrap();
+        assert!(proven(&export, &meant));
+        export.plan_mut()[3].ty = GgmlType::Q4_1;
+        assert!(!proven(&export, &meant));
+    }
+}

@@ -1,0 +1,104 @@
+//! `dsq export --format gguf`: the options, what is told of a quantized source before anything is written, and the report. The
+//! file, its types and its proof are dsq-checkpoint's.
+
+use super::{Args, quantized_inputs};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{Checkpoint, GgufExport, GgufLoss, GgufOptions, GgufType, Proof, printable};
+use dsq_kernels::quantize::quantize_blocks;
+use serde_json::json;
+use std::collections::BTreeMap;
+
+/// Writes the file.
+pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
+    let Some(ty) = args.gguf_type else {
+        let names = GgufType::ALL.map(GgufType::name).join(", ");
+        return Err(CliError::usage(format!("--gguf-type: expected one of {names} with --format gguf, got none")));
+    };
+    global.use_threads();
+    let ckpt = Checkpoint::open(&args.model)?;
+    let options =
+        GgufOptions { ty, dtype: args.dtype, requantize: args.requantize, keep: Vec::new(), overwrite: args.overwrite };
+    let export = GgufExport::new(&ckpt, &args.out, options)?;
+    let count = export.tensors() as u64;
+    let bar = output::progress(count, "compare {bar:30} {pos}/{len} tensors {eta}");
+    let loss = export.loss(&quantize_blocks, &mut || bar.inc(1))?;
+    bar.finish_and_clear();
+    if let Some(loss) = loss.as_ref().filter(|l| l.tensors > 0) {
+        if !args.requantize {
+            let at = printable(&args.model.to_string_lossy());
+            let problem = format!("{} does not hold what this quantized model holds; {loss}", ty.name());
+            return Err(CliError::usage(format!(
+                "{at}: --gguf-type: expected a type without loss, got one: {problem}"
+            ))
+            .with_hint("--requantize writes it all the same; the float model gives a better file"));
+        }
+        output::note(format!("requantized: {loss}"));
+    }
+    let inputs = quantized_inputs(&ckpt)?;
+    let bar = output::progress(count, "write {bar:30} {pos}/{len} tensors {eta}");
+    let proof = export.write(&quantize_blocks, &mut || bar.inc(1))?;
+    bar.finish_and_clear();
+    report(args, global, ty, &proof, loss.as_ref(), inputs);
+    Ok(0)
+}
+
+fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&GgufLoss>, inputs: usize) {
+    let size: u64 = proof.bytes.values().sum();
+    let mut became: BTreeMap<&str, usize> = BTreeMap::new();
+    for t in &proof.tensors {
+        *became.entry(t.became).or_insert(0) += 1;
+    }
+    let scales = proof.tensors.iter().filter(|t| t.reason.is_some_and(|r| r.contains("KV cache"))).count();
+    if global.json {
+        let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
+        let mut object = json!({
+            "out": args.out,
+            "gguf_type": ty.name(),
+            "bits_per_weight": proof.bits_per_weight,
+            "bytes": proof.bytes,
+            "tensors": became,
+            "rows": [row],
+        });
+        if let Some(loss) = loss {
+            object["loss"] = json!({
+                "tensors": loss.tensors,
+                "max_abs_error": loss.max_abs_error,
+                "relative_error": loss.relative_error,
+            });
+        }
+        if scales > 0 {
+            object["dropped_kv_scales"] = scales.into();
+        }
+        if inputs > 0 {
+            object["dropped_input_grids"] = inputs.into();
+        }
+        output::line(object.to_string());
+        return;
+    }
+    let out = printable(&args.out.to_string_lossy());
+    let (tensors, bits) = (proof.tensors.len(), proof.model_bits_per_weight);
+    output::line(format!("{out}: {tensors} tensors, {size} bytes, {bits:.4} bits per weight"));
+    let mut types: Vec<String> = Vec::new();
+    for (name, bytes) in proof.bytes.iter().filter(|(name, _)| **name != "header") {
+        types.push(format!("{name} {bytes}"));
+    }
+    let kinds: Vec<String> = became.iter().map(|(what, n)| format!("{n} {what}")).collect();
+    output::line(format!("{}: bytes {}; tensors {}", ty.name(), types.join(", "), kinds.join(", ")));
+    if loss.is_some_and(|l| l.tensors == 0) {
+        let what = if args.dtype.is_some() {
+            "every value of the source's codes"
+        } else {
+            "every value of the quantized source"
+        };
+        output::line(format!("{what} was kept"));
+    }
+    if scales > 0 {
+        output::line(format!("note: the {scales} scales of the KV cache are left out: a GGUF file has none"));
+    }
+    if inputs > 0 {
+        output::line(format!(
+            "note: the inputs of {inputs} layers are on no grid any more: a GGUF file has none of inputs"
+        ));
+    }
+    output::line(format!("proof: every tensor was read back equal ({out}.dsq-proof.json)"));
+}
