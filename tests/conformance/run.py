@@ -571,7 +571,12 @@ def column_values(ctx, folder, name):
     out = ctx.work / f"{folder.name}-{name}-columns"
     ctx.dsq("export", source, "--out", out, "--overwrite", "--format", *target)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    tensors, values = load_file(out / "model.safetensors"), decompressed_weights(source, as_stored=True)
+    tensors, floats = load_file(out / "model.safetensors"), ctx.work / f"{folder.name}-{name}-source"
+    ctx.dsq("export", source, "--out", floats, "--overwrite", "--format", "safetensors")
+    floats = load_file(floats / "model.safetensors")
+    values = lambda module: floats[f"{module}.weight"]
+    # What compressed-tensors decompresses; transformers does not load its packed zero points.
+    decompressed = decompressed_weights(source, as_stored=True) if "--asymmetric" not in flags else values
     modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
     expect(len(modules) >= 14, f"{len(modules)} quantized layers")
     differ = 0
@@ -581,13 +586,12 @@ def column_values(ctx, folder, name):
             theirs = peers.awq_values(parts)
         else:
             theirs = peers.gptq_values(config["bits"], parts, 2 if config["checkpoint_format"] == "gptq_v2" else 1)
-        # What compressed-tensors decompresses, and what dsq reads from the new folder.
-        differ += int((theirs != values(module).float()).sum())
+        differ += int((theirs != values(module)).sum()) + int((theirs != decompressed(module).float()).sum())
     ours = ctx.work / f"{folder.name}-{name}-floats"
     ctx.dsq("export", out, "--out", ours, "--overwrite", "--format", "safetensors")
     ours = load_file(ours / "model.safetensors")
     for module in modules:
-        differ += int((ours[f"{module}.weight"] != values(module).float()).sum())
+        differ += int((ours[f"{module}.weight"] != values(module)).sum())
     expect(differ == 0, f"{differ} values differ")
     return f"{len(modules)} layers, every value equal"
 
@@ -681,7 +685,8 @@ def checks():
             yield f"gguf-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_logits(ctx, f, t)
             yield f"gguf-f32-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_f32_logits(ctx, f, t)
     for tiny in TINY[:2]:
-        for name in COLUMN_EXPORTS:
+        # The untied model has layers of 48 outputs, which GPTQ does not hold.
+        for name in (n for n in COLUMN_EXPORTS if tiny == TINY[0] or n.startswith("awq")):
             yield f"column-values {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_values(ctx, f, n)
             yield f"column-config {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_config(ctx, f, n)
     yield "gguf-tokenizer smollm2", gguf_tokenizer

@@ -64,6 +64,12 @@ fn a_folder_runs_as_the_one_it_came_from() {
             // The head stays in float here: AWQ has no quantized one. GPTQ has, below.
             quantize(model, &q, scheme);
             for format in formats {
+                // The untied model has layers of 48 outputs, which GPTQ does not hold.
+                if model == "llama_tiny_untied" && format[0] == "gptq" {
+                    let args = [&["export", text(&q), "--out", text(&at("no")), "--format"][..], format].concat();
+                    fails(&args, 2, &["k_proj", "multiples of 32, got 48 and 64"]);
+                    continue;
+                }
                 let seen = export(&q, &out, format);
                 assert!(seen.contains("proof: every tensor was read back equal"), "{seen}");
                 assert_eq!(logits(&q), logits(&out), "{model} {scheme:?} {format:?}");
@@ -91,7 +97,7 @@ fn a_folder_runs_as_the_one_it_came_from() {
     let transcoded = proof["tensors"].as_array().unwrap().iter().filter(|t| t["became"] == "transcoded").count();
     assert_eq!(transcoded, 14);
     // A quantized head is GPTQ's alone.
-    quantize("llama_tiny_untied", &q, &["--scheme", "W4A16", "--group-size", "32", "--override", "lm_head=W4A16:32"]);
+    quantize("llama_tiny", &q, &["--scheme", "W4A16", "--group-size", "32", "--override", "lm_head=W4A16:32"]);
     export(&q, &gptq, &["gptq"]);
     assert_eq!(logits(&q), logits(&gptq));
     let settings = std::fs::read_to_string(gptq.join("quantize_config.json")).unwrap();
