@@ -6,8 +6,8 @@ mod gguf;
 use super::quantize::float_tensor;
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, FolderWriter, GgufType, LinearWeight, ModelConfig, Proof, SourceRecord, check_output,
-    export_folder, printable,
+    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderWriter, GgufType, LinearWeight, ModelConfig, Proof,
+    SourceRecord, check_output, convert_layers, export_folder_as, printable,
 };
 use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme, QuantizedMatrix};
 use serde_json::json;
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 /// Options of `dsq export`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder (float or compressed-tensors) or a GGUF file.
+    /// A Hugging Face folder (float, compressed-tensors, GPTQ or AWQ) or a GGUF file.
     model: PathBuf,
     /// The folder to write; of GGUF the file.
     #[arg(long, value_name = "DIR|FILE")]
@@ -28,6 +28,9 @@ pub struct Args {
     /// Which GGUF file, by llama.cpp's names.
     #[arg(long, value_name = "F16|Q8_0|Q4_0|Q4_1|Q4_K_M")]
     gguf_type: Option<GgufType>,
+    /// Which version of GPTQ: v1, as AutoGPTQ reads (the default), or v2.
+    #[arg(long, value_enum, value_name = "v1|v2")]
+    gptq_version: Option<GptqVersion>,
     /// Allow that values of a quantized model change where the target's grids do not hold them; by how much is told first.
     #[arg(long)]
     requantize: bool,
@@ -44,14 +47,40 @@ pub struct Args {
 enum Format {
     /// Packed codes, as vLLM and transformers load them.
     CompressedTensors,
+    /// Packed codes, as AutoGPTQ and GPTQModel write them.
+    Gptq,
+    /// Packed codes, as AutoAWQ writes them (version GEMM).
+    Awq,
     /// Float weights.
     Safetensors,
     /// One file, as llama.cpp loads it.
     Gguf,
 }
 
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum GptqVersion {
+    V1,
+    V2,
+}
+
+impl Args {
+    /// How the folder stores codes; `None` for floats.
+    fn folder_format(&self) -> Option<FolderFormat> {
+        match (self.format, self.gptq_version) {
+            (Format::CompressedTensors, _) => Some(FolderFormat::CompressedTensors),
+            (Format::Gptq, Some(GptqVersion::V2)) => Some(FolderFormat::GptqV2),
+            (Format::Gptq, _) => Some(FolderFormat::GptqV1),
+            (Format::Awq, _) => Some(FolderFormat::Awq),
+            (Format::Safetensors | Format::Gguf, _) => None,
+        }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if args.gptq_version.is_some() && args.format != Format::Gptq {
+        return Err(CliError::usage("--gptq-version: expected no such option but with --format gptq, got it"));
+    }
     if args.format == Format::Gguf {
         return gguf::run(&args, global);
     }
@@ -61,9 +90,11 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;
     let ckpt = Checkpoint::open(&args.model)?;
-    let keep_codes = matches!(args.format, Format::CompressedTensors);
-    if args.requantize && !(keep_codes && ckpt.is_gguf()) {
-        let problem = "expected no such option but for GGUF, to it or from it to compressed-tensors, got it";
+    let format = args.folder_format();
+    let keep_codes = format.is_some();
+    let f16_scales = format.is_some_and(|f| f != FolderFormat::CompressedTensors);
+    if args.requantize && !(f16_scales || keep_codes && ckpt.is_gguf()) {
+        let problem = "expected no such option but to GGUF, GPTQ or AWQ, or from GGUF to compressed-tensors, got it";
         return Err(CliError::usage(format!("--requantize: {problem}")));
     }
     let mut blocks = HashMap::new();
@@ -93,36 +124,54 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
             done.insert(format!("{}.weight{part}", spec.module));
         }
-        let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
-        let activation = ckpt.activation(&spec.module)?;
+        done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{}.{part}", spec.module)));
+        if ckpt.has_empty_bias(&spec.module) {
+            done.insert(format!("{}.bias", spec.module));
+        }
+        let weight = ckpt.linear(&spec.module)?;
+        if keep_codes && matches!(weight, LinearWeight::Float { .. }) {
+            let problem =
+                "groups in activation order have no place in this format; expected runs of inputs, got others";
+            let at = printable(&args.model.to_string_lossy());
+            return Err(CliError::usage(format!("{at}: {}.g_idx: {problem}", spec.module))
+                .with_hint("--format safetensors writes the values of the codes as floats"));
+        }
+        // GPTQ and AWQ have no grids of inputs.
+        let activation = if f16_scales { None } else { ckpt.activation(&spec.module)? };
         done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
         bar.inc(1);
-        if keep_codes {
-            tensors.push(ExportTensor::Linear {
+        match weight {
+            LinearWeight::Quantized(matrix) if keep_codes => tensors.push(ExportTensor::Linear {
                 module: spec.module,
                 shape: spec.shape,
                 matrix,
                 activation,
                 source: None,
-            });
-        } else {
-            let (name, data) = (format!("{}.weight", spec.module), matrix.dequantize());
-            let dtype = args.dtype.unwrap_or_default();
-            tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
+            }),
+            weight => {
+                let (name, data) = (format!("{}.weight", spec.module), weight.into_f32());
+                let dtype = args.dtype.unwrap_or_default();
+                tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
+            }
         }
     }
-    let inputs = if keep_codes { 0 } else { quantized_inputs(&ckpt)? };
-    let dropped = cache_scales(&ckpt, keep_codes, &mut tensors, &mut done)?;
+    let has_grids = format == Some(FolderFormat::CompressedTensors);
+    let inputs = if has_grids { 0 } else { quantized_inputs(&ckpt)? };
+    let dropped = cache_scales(&ckpt, has_grids, &mut tensors, &mut done)?;
     for name in ckpt.names().into_iter().filter(|n| !done.contains(n)) {
         tensors.push(float_tensor(&ckpt, name, args.dtype)?);
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let mut scheme = scheme_of(&tensors, &ckpt)?;
-    if let Some(scheme) = &mut scheme {
+    let format = format.unwrap_or_default();
+    let loss = convert_layers(format, &args.model, &mut tensors)?;
+    check_loss(&args, format, &loss)?;
+    let mut scheme = scheme_of(&tensors, &ckpt, has_grids)?;
+    if let Some(scheme) = scheme.as_mut().filter(|_| has_grids) {
         scheme.kv_cache = ckpt.kv_cache();
     }
-    let proof = export_folder(&args.out, ckpt.config(), tensors, scheme.as_ref(), aux, args.overwrite)?;
+    let (config, out) = (ckpt.config(), &args.out);
+    let proof = export_folder_as(format, out, config, tensors, scheme.as_ref(), aux, args.overwrite)?;
     report(&args, global, &proof, dropped, inputs);
     Ok(0)
 }
@@ -162,6 +211,22 @@ fn codes_of_blocks(
     Ok(out)
 }
 
+/// Refuses, or with `--requantize` tells, that scales change when they are rounded to f16.
+fn check_loss(args: &Args, format: FolderFormat, loss: &ExportLoss) -> Result<(), CliError> {
+    if loss.tensors == 0 {
+        return Ok(());
+    }
+    if !args.requantize {
+        let at = printable(&args.model.to_string_lossy());
+        let problem =
+            format!("{} stores scales in f16; expected scales that are f16 numbers, got others", format.name());
+        return Err(CliError::usage(format!("{at}: --format: {problem}; {loss}"))
+            .with_hint("--requantize rounds them to f16 and keeps the codes; dsq quantize --scale-dtype f16 chooses codes for such"));
+    }
+    output::note(format!("requantized: {loss}"));
+    Ok(())
+}
+
 /// How many layers have inputs on grids, which a float folder has no place for.
 fn quantized_inputs(ckpt: &Checkpoint) -> Result<usize, CliError> {
     let mut count = 0;
@@ -194,11 +259,11 @@ fn cache_scales(
 
 /// The schemes of quantized layers: that of the first for all, an override for each that differs, and the layers that stay
 /// in float; `None` when none is quantized.
-fn scheme_of(tensors: &[ExportTensor], ckpt: &Checkpoint) -> Result<Option<QuantConfig>, CliError> {
+fn scheme_of(tensors: &[ExportTensor], ckpt: &Checkpoint, has_grids: bool) -> Result<Option<QuantConfig>, CliError> {
     let mut schemes = Vec::new();
     for tensor in tensors {
         if let ExportTensor::Linear { module, matrix, activation, .. } = tensor {
-            let activations = activation.map(|(a, _)| a).or(ckpt.dynamic_activation(module));
+            let activations = activation.map(|(a, _)| a).or(ckpt.dynamic_activation(module).filter(|_| has_grids));
             schemes.push((module.clone(), QuantScheme { weights: matrix.args, activations }));
         }
     }
@@ -232,12 +297,18 @@ fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize, inputs: u
     output::line(format!("{out}: {tensors} tensors, {size} bytes of weights, {bits:.4} bits per weight"));
     if dropped > 0 {
         output::line(format!(
-            "note: the {dropped} scales of the KV cache are left out: a float model has a float cache"
+            "note: the {dropped} scales of the KV cache are left out: {} has a float cache",
+            if args.format == Format::Safetensors { "a float model" } else { "this format" }
         ));
     }
     if inputs > 0 {
         output::line(format!(
-            "note: the inputs of {inputs} layers are on no grid any more: a float model computes in float"
+            "note: the inputs of {inputs} layers are on no grid any more: {}",
+            if args.format == Format::Safetensors {
+                "a float model computes in float"
+            } else {
+                "this format has none of inputs"
+            }
         ));
     }
     output::line("proof: every tensor was read back equal (dsq-proof.json)");

@@ -65,6 +65,10 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
             ("weight_scale", true),
             ("weight_global_scale", true),
             ("weight_zero_point", true),
+            ("qweight", true),
+            ("scales", true),
+            ("qzeros", true),
+            ("g_idx", true),
             ("weight_shape", false),
             ("input_scale", false),
             ("input_global_scale", false),
@@ -76,8 +80,10 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
                 parts.insert(name);
             }
         }
-        let LinearWeight::Quantized(matrix) = ckpt.linear(&spec.module)? else { continue };
-        let mut kind = scheme_name(&matrix.args);
+        let mut kind = match ckpt.linear(&spec.module)? {
+            LinearWeight::Quantized(matrix) => scheme_name(&matrix.args),
+            LinearWeight::Float { .. } => "codes with groups in activation order".to_owned(),
+        };
         if let Some((a, _)) = ckpt.activation(&spec.module)? {
             kind.push_str(&format!(", {}-bit input", a.qtype.bits()));
         }

@@ -9,8 +9,8 @@ use crate::plot::{Series, loss_curve};
 use crate::recipe::LmJob;
 use crate::{input, output};
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord, export_folder,
-    write_atomic,
+    Checkpoint, ExportTensor, FolderFormat, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord,
+    export_folder, export_folder_as, write_atomic,
 };
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
@@ -30,6 +30,8 @@ const CALIBRATION_TOKENS: usize = 16_384;
 pub struct Plan {
     /// The kind of GGUF file to export, if it is one.
     gguf: Option<GgufType>,
+    /// How the exported folder stores codes.
+    folder: FolderFormat,
     config: dsq_checkpoint::LlamaConfig,
     quant: QuantConfig,
     train: LmTrainConfig,
@@ -101,7 +103,8 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("{}: expected at least 2 tokens, got {got}", job.heldout_text.path.display()),
         ));
     }
-    Ok(Plan { gguf: job.quant.gguf, config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
+    let (gguf, folder) = (job.quant.gguf, job.quant.folder);
+    Ok(Plan { gguf, folder, config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
 }
 
 impl Plan {
@@ -221,7 +224,8 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
             }
         })
         .collect();
-    Ok(export_folder(&run.join(place::EXPORTED), &config, tensors, Some(&plan.quant), aux(), true)?)
+    let out = run.join(place::EXPORTED);
+    Ok(export_folder_as(plan.folder, &out, &config, tensors, Some(&plan.quant), aux(), true)?)
 }
 
 /// Writes the GGUF file of the master weights: the encoder is that of the forward pass, so the blocks are those that were trained on.

@@ -4,7 +4,7 @@
 mod reader;
 
 use crate::error::CliError;
-use dsq_checkpoint::{GgufType, LlamaConfig, ModelConfig};
+use dsq_checkpoint::{FolderFormat, GgufType, LlamaConfig, ModelConfig, fit_problem};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
@@ -108,6 +108,13 @@ pub struct QuantSettings {
     /// The kind of GGUF file whose blocks the weights are trained on, in the place of `scheme`'s codes, and which is exported.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gguf: Option<GgufType>,
+    /// How the exported folder stores codes.
+    #[serde(skip_serializing_if = "is_compressed_tensors")]
+    pub folder: FolderFormat,
+}
+
+fn is_compressed_tensors(format: &FolderFormat) -> bool {
+    *format == FolderFormat::CompressedTensors
 }
 
 impl QuantSettings {
@@ -270,7 +277,7 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     let save_every = train.count("save_every", 1..=1_000_000, Some(50))?;
     train.finish()?;
 
-    let quant = read_quant(root.table("quant")?, true)?;
+    let mut quant = read_quant(root.table("quant")?, true)?;
     let mut qat_section = root.table("qat")?;
     let qat = read_phase(&mut qat_section, &config, Some(&float))?;
     let float_equal_tokens = qat_section.boolean("float_equal_tokens", true)?;
@@ -281,8 +288,17 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
     qat_section.finish()?;
 
     if let Some(mut export) = root.optional_table("export")? {
-        let gguf = export.choice("format", &[("compressed-tensors", false), ("gguf", true)], Some(false))?;
-        check_format(&export, gguf, &quant)?;
+        let folders = [
+            ("compressed-tensors", Some(FolderFormat::CompressedTensors)),
+            ("gptq", Some(FolderFormat::GptqV1)),
+            ("gptq_v2", Some(FolderFormat::GptqV2)),
+            ("awq", Some(FolderFormat::Awq)),
+            ("gguf", None),
+        ];
+        let format = export.choice("format", &folders, Some(folders[0].1))?;
+        check_format(&export, format.is_none(), &quant)?;
+        quant.folder = format.unwrap_or_default();
+        check_folder(&export, &quant, &config)?;
         export.finish()?;
     } else {
         check_format(root, false, &quant)?;
@@ -312,6 +328,44 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
         eval_context,
         eval_tokens,
     })
+}
+
+/// GPTQ and AWQ folders hold integer codes with scales in f16, and no grids of inputs.
+fn check_folder(section: &Section, quant: &QuantSettings, model: &LlamaConfig) -> Result<(), CliError> {
+    let format = quant.folder;
+    if is_compressed_tensors(&format) {
+        return Ok(());
+    }
+    let refuse = |problem: String| Err(section.error(format!("export.format: {problem}")));
+    let QuantScheme { weights, activations } = &quant.scheme;
+    if activations.is_some() {
+        return refuse(format!("{} has no grids of inputs; expected float activations, as W4A16", format.name()));
+    }
+    if weights.scale_dtype != FloatType::F16 {
+        let got = weights.scale_dtype;
+        return refuse(format!(
+            "{} stores scales in f16; expected quant.scale_dtype = \"f16\", got {got}",
+            format.name()
+        ));
+    }
+    if format == FolderFormat::GptqV1 && weights.mapping == Mapping::Asymmetric {
+        return refuse(
+            "GPTQ v1 has no zero point of 0, which training may find; expected \"gptq_v2\", got \"gptq\"".into(),
+        );
+    }
+    let scheme = quant.config()?;
+    for spec in ModelConfig::Llama(model.clone()).linears() {
+        if scheme.scheme_for(&spec.module).is_none() {
+            continue;
+        }
+        if format == FolderFormat::Awq && spec.module == "lm_head" {
+            return refuse("AWQ has no quantized output matrix; expected \"lm_head\" in quant.ignore, got none".into());
+        }
+        if let Some(problem) = fit_problem(format, weights, spec.n(), spec.k()) {
+            return refuse(format!("{}: {problem}", spec.module));
+        }
+    }
+    Ok(())
 }
 
 /// Blocks of GGUF are exported as a GGUF file, codes as a folder.
@@ -539,7 +593,7 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
         scheme.weights.check().map_err(|e| quant.error(e))?;
     }
     quant.finish()?;
-    Ok(QuantSettings { scheme, ignore, gguf: None })
+    Ok(QuantSettings { scheme, ignore, gguf: None, folder: FolderFormat::default() })
 }
 
 /// Blocks of GGUF, which leave no choice but that of the layers.
@@ -562,7 +616,7 @@ fn read_gguf_quant(mut quant: Section, ty: GgufType, language: bool) -> Result<Q
     let scheme =
         QuantScheme::preset(nearest, Granularity::PerGroup(group), FloatType::F16).map_err(|e| quant.error(e))?;
     quant.finish()?;
-    Ok(QuantSettings { scheme, ignore, gguf: Some(ty) })
+    Ok(QuantSettings { scheme, ignore, gguf: Some(ty), folder: FolderFormat::default() })
 }
 
 /// Which weights share a scale: what `granularity` says, else groups of `group_size`, else what is usual for the scheme, as in

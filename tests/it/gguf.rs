@@ -165,7 +165,7 @@ fn smollm2_is_copied_tensor_by_tensor_with_its_tokenizer() {
 }
 
 /// A recipe that trains for a second.
-fn recipe(dir: &Path) -> PathBuf {
+pub fn recipe(dir: &Path) -> PathBuf {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/data/pydoc");
     let train: String = std::fs::read_to_string(data.join("train.txt")).unwrap().chars().take(30_000).collect();
     std::fs::write(dir.join("short.txt"), train).unwrap();

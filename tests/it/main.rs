@@ -2,6 +2,7 @@
 
 mod architecture;
 mod cli;
+mod columns;
 mod command;
 mod efficientnet;
 mod float_coded;

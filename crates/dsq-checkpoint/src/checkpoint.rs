@@ -1,6 +1,7 @@
 //! [`Checkpoint`]: a model's config and tensors under their Hugging Face names, whatever the files are. Not a model
 //! (no forward pass) and not a writer (see `export.rs`).
 
+use crate::columns::{self, FolderFormat};
 use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
@@ -31,7 +32,7 @@ pub const AUX_FILES: [&str; 9] = [
 /// Largest file beside the weights that is read.
 const MAX_AUX_BYTES: u64 = 1 << 30;
 
-/// A model on disk: a Hugging Face folder (float or compressed-tensors), one GGUF file, or the state dict of an
+/// A model on disk: a Hugging Face folder (float, compressed-tensors, GPTQ or AWQ), one GGUF file, or the state dict of an
 /// EfficientNet-Lite0 in a PyTorch file.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -98,6 +99,7 @@ impl Checkpoint {
             Some(v) => Some(QuantizationConfig::from_value(v, &file)?),
             None => None,
         };
+        let quantization = with_quantize_config(dir, quantization)?;
         let mut folder = Folder::open(dir)?;
         faults.append(&mut folder.faults);
         let mut out = Self { path: dir.to_path_buf(), config, quantization, source: Source::Folder(folder), faults };
@@ -148,7 +150,7 @@ impl Checkpoint {
         &self.config
     }
 
-    /// The parsed `quantization_config`, if the model is quantized in compressed-tensors form.
+    /// The parsed `quantization_config` (or `quantize_config.json`), if it is a folder with codes.
     pub fn quantization(&self) -> Option<&QuantizationConfig> {
         self.quantization.as_ref()
     }
@@ -253,9 +255,20 @@ impl Checkpoint {
         Ok(grid.to_codes(&blocks, n, k))
     }
 
-    /// Whether the weight of a module is stored as compressed-tensors codes.
+    /// Whether the weight of a module is stored as codes of compressed-tensors, GPTQ or AWQ.
     pub fn is_quantized(&self, module: &str) -> bool {
-        self.info(&format!("{module}.weight_packed")).is_some() || self.is_codes(module)
+        let packed = ["weight_packed", "qweight"].iter().any(|p| self.info(&format!("{module}.{p}")).is_some());
+        packed || self.is_codes(module)
+    }
+
+    /// How a folder stores codes.
+    pub(crate) fn folder_format(&self) -> FolderFormat {
+        self.quantization.as_ref().map(|q| q.format).unwrap_or_default()
+    }
+
+    /// Whether a module has a bias of zeros that stands for none, as some tools write.
+    pub fn has_empty_bias(&self, module: &str) -> bool {
+        columns::is_zero_bias(self, module)
     }
 
     /// Whether a module's `weight` holds FP8 or INT8 codes, which mean nothing without their scale.
@@ -263,14 +276,15 @@ impl Checkpoint {
         matches!(self.dtype(&format!("{module}.weight")), Some(Dtype::F8E4m3 | Dtype::F8E5m2 | Dtype::I8))
     }
 
-    /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding.
+    /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding. Codes of a GPTQ layer with groups in
+    /// another order than its inputs (act-order) are floats here: the values that they stand for.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for tensors that are absent or do not fit together, [`CheckpointError::Quant`] for
     /// scales and zero points that cannot be used; I/O errors.
     pub fn linear(&self, module: &str) -> Result<LinearWeight, CheckpointError> {
         if self.is_quantized(module) {
-            return self.quantized(module).map(LinearWeight::Quantized);
+            return self.quantized(module);
         }
         let mut name = format!("{module}.weight");
         if module == "lm_head" && matches!(&self.config, ModelConfig::Llama(c) if c.tie_word_embeddings) {
@@ -360,13 +374,16 @@ impl Checkpoint {
         self.quantization.as_ref()?.group_for(module, class).map(|g| (g.weights, g.activations))
     }
 
-    fn quantized(&self, module: &str) -> Result<QuantizedMatrix, CheckpointError> {
+    fn quantized(&self, module: &str) -> Result<LinearWeight, CheckpointError> {
         let name = |suffix: &str| format!("{module}.{suffix}");
         let Some((mut args, inputs)) = self.group_args(module) else {
             let problem = "codes of a module that quantization_config does not name; expected a scheme, got none";
             return Err(self.invalid(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }), problem));
         };
-        let format = DiskFormat::of(&args, inputs.as_ref());
+        let format = self.folder_format().of_module(&args, inputs.as_ref());
+        if let Some(DiskFormat::Columns(format)) = format {
+            return columns::read(self, module, args, format);
+        }
         let [n, k, rank] = self.quantized_shape(module, format, &args)?;
         args.scale_shape(n, k).map_err(|e| CheckpointError::invalid(&self.path, module, e.to_string()))?;
         for e in expected_tensors(format, &args, n, k, rank) {
@@ -389,7 +406,7 @@ impl Checkpoint {
         };
         let (_, bytes) = self.read_stored(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }))?;
         let codes = unpack_codes(format, &args, n, k, &bytes);
-        unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global)
+        unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global).map(LinearWeight::Quantized)
     }
 
     /// Rows, columns and number of dimensions of a quantized weight: what `weight_shape` says, or the codes where there is
@@ -570,6 +587,24 @@ fn head(path: &Path) -> Result<Vec<u8>, CheckpointError> {
     let mut bytes = vec![0u8; len.min(4) as usize];
     read_at(&file, path, &mut bytes, 0)?;
     Ok(bytes)
+}
+
+/// What a GPTQ folder says of its codes in `quantize_config.json`, which must be what `config.json` says where both do.
+fn with_quantize_config(
+    dir: &Path,
+    said: Option<QuantizationConfig>,
+) -> Result<Option<QuantizationConfig>, CheckpointError> {
+    let file = dir.join(columns::QUANTIZE_CONFIG);
+    if file.symlink_metadata().is_err() {
+        return Ok(said);
+    }
+    let Some(config) = said else {
+        return QuantizationConfig::from_quantize_config(&read_json(&file)?, &file).map(Some);
+    };
+    if config.format.is_gptq() {
+        columns::same_settings(&config, &QuantizationConfig::from_quantize_config(&read_json(&file)?, &file)?, &file)?;
+    }
+    Ok(Some(config))
 }
 
 /// SHA-256 in hex.

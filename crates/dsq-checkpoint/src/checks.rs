@@ -2,11 +2,12 @@
 //! open), and a lint over the values (made by `dsq inspect`).
 
 use crate::checkpoint::hex_sha256;
+use crate::columns::{self, FolderFormat};
 use crate::config::fields::show;
 use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
-use crate::packed::{DiskFormat, WEIGHT_PARTS, expected_tensors};
+use crate::packed::{WEIGHT_PARTS, expected_tensors};
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
 use dsq_quant::{InputGrid, Mapping};
 use serde_json::Value;
@@ -34,7 +35,7 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
         check_shared_inputs(ckpt, &mut problems);
     }
     check_kv_cache(ckpt, &mut problems, &mut used);
-    let mut faults = Vec::new();
+    let mut faults = if problems.is_empty() { columns::check_values(ckpt)? } else { Vec::new() };
     let mut unused = Vec::new();
     for name in ckpt.names() {
         if !used.contains(&name) && check_unused(ckpt, &name, &mut problems, &mut faults) {
@@ -103,7 +104,9 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     let (n, k) = (spec.n(), spec.k());
     used.extend(WEIGHT_PARTS.into_iter().chain(["bias"]).map(name));
     if ckpt.info(&name("bias")).is_some() {
-        if matches!(ckpt.config(), ModelConfig::Llama(_)) {
+        if columns::is_zero_bias(ckpt, &spec.module) {
+            // AutoGPTQ wrote one for layers that have none.
+        } else if matches!(ckpt.config(), ModelConfig::Llama(_)) {
             problems.push((name("bias"), "dsq's llama has no biases; expected no such tensor, got one".into()));
         } else {
             expect_float(ckpt, &name("bias"), &[n], problems);
@@ -114,14 +117,15 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     let Some(group) = group else {
         if ckpt.is_quantized(&spec.module) {
             let what = "codes of a module that quantization_config does not name; expected a scheme, got none";
-            let packed = ckpt.info(&name("weight_packed")).is_some();
-            problems.push((name(if packed { "weight_packed" } else { "weight" }), what.into()));
+            let part = ["weight_packed", "qweight"].into_iter().find(|p| ckpt.info(&name(p)).is_some());
+            problems.push((name(part.unwrap_or("weight")), what.into()));
         } else {
             expect_float(ckpt, &name("weight"), &spec.shape, problems);
         }
         return;
     };
-    if ckpt.info(&name("weight")).is_some() && ckpt.info(&name("weight_packed")).is_some() {
+    let packed = ["weight_packed", "qweight"].iter().any(|p| ckpt.info(&name(p)).is_some());
+    if ckpt.info(&name("weight")).is_some() && packed {
         problems.push((name("weight"), "float weight beside a packed one; expected one of them, got both".into()));
     }
     let inputs = group.activations.as_ref().map_or(Ok(k), |a| a.group_len(k));
@@ -129,13 +133,29 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         problems.push((spec.module.clone(), e.to_string()));
         return;
     }
-    let format = DiskFormat::of(&group.weights, group.activations.as_ref());
+    let layout = ckpt.folder_format();
+    if layout != FolderFormat::CompressedTensors {
+        let problem = match spec.shape.len() {
+            2 => columns::shape_problem(layout, group.weights.qtype.bits(), n, k),
+            _ => Some(format!("{} holds linear layers; expected shape [out, in], got {:?}", layout.name(), spec.shape)),
+        };
+        if let Some(problem) = problem {
+            problems.push((spec.module.clone(), problem));
+            return;
+        }
+    }
+    let format = layout.of_module(&group.weights, group.activations.as_ref());
     let expected = expected_tensors(format, &group.weights, n, k, spec.shape.len());
     for e in &expected {
         let (name, wanted) = (name(e.suffix), e.dtype.map_or("F32, F16 or BF16", Dtype::name));
         let problem = match ckpt.info(&name) {
+            // Groups that are runs of inputs need no list.
+            None if e.suffix == "g_idx" && !ckpt.quantization().is_some_and(|q| q.act_order) => continue,
             None => "expected this tensor, got nothing".into(),
-            Some(i) if i.shape != e.shape => format!("expected shape {:?}, got {:?}", e.shape, i.shape),
+            Some(i) if i.shape != e.shape => {
+                let meant = columns::other_bits(layout, &group.weights, n, k, e, &i.shape);
+                format!("expected shape {:?}, got {:?}{meant}", e.shape, i.shape)
+            }
             Some(i) => match (Dtype::parse(&i.dtype), e.dtype) {
                 (got, Some(dtype)) if got == Some(dtype) => continue,
                 (Some(got), None) if got.float().is_some() => continue,
@@ -228,6 +248,10 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
         "weight_global_scale",
         "weight_zero_point",
         "weight_g_idx",
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
         "input_scale",
         "k_scale",
         "v_scale",
@@ -306,7 +330,7 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
 pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = check_proof(ckpt);
     for name in ckpt.names() {
-        let codes = name.strip_suffix(".weight_packed").or(name.strip_suffix(".weight"));
+        let codes = [".weight_packed", ".weight", ".qweight"].iter().find_map(|part| name.strip_suffix(part));
         if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
             if let Err(e) = ckpt.linear(module).and_then(|_| ckpt.activation(module)) {
                 faults.push(fault_of(ckpt, &name, &e));

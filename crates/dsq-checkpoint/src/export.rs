@@ -2,13 +2,14 @@
 //! point and value is compared with what was to be written. Not the choice of codes (see `dsq-quant`).
 
 use crate::checkpoint::hex_sha256;
+use crate::columns::{self, FolderFormat};
 use crate::kv_cache;
 use crate::packed::{DiskFormat, pack};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::{Pending, check_pending, file_size, sort};
 use crate::tensor::{conversion_loss, float_bytes, floats_from_bytes};
 use crate::write::FolderWriter;
-use crate::{Checkpoint, CheckpointError, Dtype, LinearWeight, ModelConfig, NamedTensor, TensorData};
+use crate::{Checkpoint, CheckpointError, Dtype, LinearWeight, ModelConfig, NamedTensor, TensorData, printable};
 use dsq_quant::{FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantError, QuantScheme, QuantizedMatrix};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -20,6 +21,9 @@ use std::path::Path;
 const WEIGHTS: &str = "model.safetensors";
 /// Name of the proof beside it.
 pub const PROOF_FILE: &str = "dsq-proof.json";
+
+/// What a [`SourceRecord`] says of a source that was codes already.
+pub(crate) const CODES: &str = "F32 (values of codes)";
 
 /// One tensor or module of an export.
 #[derive(Debug, Clone)]
@@ -136,6 +140,56 @@ impl SourceRecord {
     }
 }
 
+/// How far the values of a quantized source are from what would be written.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ExportLoss {
+    /// Tensors whose values change; none when all is transcoded exactly.
+    pub tensors: usize,
+    /// The one that changes most, by its Hugging Face name.
+    pub largest: String,
+    /// Largest absolute difference.
+    pub max_abs_error: f64,
+    /// Frobenius norm of the difference over that of the weights, over all tensors compared.
+    pub relative_error: f64,
+    /// Sums of squares, of differences and of weights.
+    squares: [f64; 2],
+}
+
+impl ExportLoss {
+    /// Compares one tensor.
+    pub(crate) fn add(&mut self, name: &str, values: &[f32], stored: &[f32]) {
+        let mut largest = 0.0f64;
+        for (a, b) in stored.iter().zip(values) {
+            let (b, d) = (f64::from(*b), f64::from(*a) - f64::from(*b));
+            largest = largest.max(d.abs());
+            self.squares = [self.squares[0] + d * d, self.squares[1] + b * b];
+        }
+        self.tensors += usize::from(values != stored);
+        if largest > self.max_abs_error {
+            (self.max_abs_error, self.largest) = (largest, name.to_owned());
+        }
+    }
+
+    /// Works out [`ExportLoss::relative_error`].
+    pub(crate) fn finish(&mut self) {
+        let [error, all] = self.squares;
+        self.relative_error = if all == 0.0 { 0.0 } else { (error / all).sqrt() };
+    }
+}
+
+impl std::fmt::Display for ExportLoss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "values change in {} tensors: max abs error {:e} (in {}), relative Frobenius error {:e}",
+            self.tensors,
+            self.max_abs_error,
+            printable(&self.largest),
+            self.relative_error
+        )
+    }
+}
+
 /// What the export wrote and what the re-read found; also written as `dsq-proof.json`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Proof {
@@ -189,6 +243,22 @@ pub struct TensorProof {
 pub fn export_folder(
     out: &Path,
     config: &ModelConfig,
+    layers: Vec<ExportTensor>,
+    scheme: Option<&QuantConfig>,
+    aux: Vec<(String, Vec<u8>)>,
+    overwrite: bool,
+) -> Result<Proof, CheckpointError> {
+    export_folder_as(FolderFormat::CompressedTensors, out, config, layers, scheme, aux, overwrite)
+}
+
+/// [`export_folder`] with codes stored in `format`; for GPTQ and AWQ layers in the form that [`crate::convert_layers`] gives them.
+///
+/// # Errors
+/// As [`export_folder`]; [`CheckpointError::Usage`] for layers that the format does not hold.
+pub fn export_folder_as(
+    format: FolderFormat,
+    out: &Path,
+    config: &ModelConfig,
     mut layers: Vec<ExportTensor>,
     scheme: Option<&QuantConfig>,
     aux: Vec<(String, Vec<u8>)>,
@@ -198,13 +268,19 @@ pub fn export_folder(
     for layer in &layers {
         check_layer(out, layer, scheme)?;
     }
+    // Nothing is changed here, and nothing may have to be.
+    let lost = columns::convert_layers(format, out, &mut layers)?.tensors;
+    if lost > 0 {
+        let problem = format!("{} stores scales in f16; expected such, got others in {lost} layers", format.name());
+        return Err(CheckpointError::numerics(out, "", problem));
+    }
     kv_cache::check_export(out, config, &layers, scheme)?;
-    let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(l, scheme)).collect();
+    let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(format, l, scheme)).collect();
     let mut to_write: Vec<Pending> = layers.iter().zip(&packed).flat_map(|(l, tensors)| pending(l, tensors)).collect();
     sort(&mut to_write);
     check_pending(out, &to_write)?;
     let weights_size = file_size(&to_write);
-    let files = folder_files(out, config, &layers, scheme, aux)?;
+    let files = folder_files(format, out, config, &layers, scheme, aux)?;
     // The proof grows with the number of tensors; 1 KiB a tensor is more than it needs.
     let needed = weights_size + files.iter().map(|(_, b)| b.len() as u64).sum::<u64>() + 1024 * layers.len() as u64;
     let mut writer = FolderWriter::create(out, overwrite, needed)?;
@@ -328,14 +404,14 @@ fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -
 }
 
 /// The stored tensors of a quantized module or cache; nothing for the others.
-fn packed_tensors(layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Vec<NamedTensor> {
+fn packed_tensors(format: FolderFormat, layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Vec<NamedTensor> {
     let (module, shape, matrix, activation) = match layer {
         ExportTensor::Linear { module, shape, matrix, activation, .. } => (module, shape, matrix, activation),
         ExportTensor::KvCache { layer, grid } => return kv_cache::pack(*layer, grid),
         _ => return Vec::new(),
     };
     let inputs = scheme.and_then(|s| s.scheme_for(module)).and_then(|s| s.activations);
-    let mut out = pack(module, shape, matrix, inputs.as_ref());
+    let mut out = pack(module, shape, matrix, format.of_module(&matrix.args, inputs.as_ref()));
     if let Some((args, p)) = activation {
         let one = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
         let (part, dtype) = match args.has_global_scale() {
@@ -367,6 +443,7 @@ fn pending<'a>(layer: &'a ExportTensor, packed: &'a [NamedTensor]) -> Vec<Pendin
 
 /// `config.json` and the files beside the weights.
 fn folder_files(
+    format: FolderFormat,
     out: &Path,
     config: &ModelConfig,
     layers: &[ExportTensor],
@@ -374,6 +451,7 @@ fn folder_files(
     aux: Vec<(String, Vec<u8>)>,
 ) -> Result<Vec<(String, Vec<u8>)>, CheckpointError> {
     let mut value = config.to_json();
+    let mut settings = None;
     if let Value::Object(map) = &mut value {
         let name = match main_dtype(layers) {
             FloatType::F32 => "float32",
@@ -384,13 +462,20 @@ fn folder_files(
         };
         map.insert("dtype".into(), json!(name));
         map.insert("torch_dtype".into(), json!(name));
-        if let Some(q) = quantization_value(config, layers, scheme) {
+        if let Some(q) = quantization_value(format, config, layers, scheme) {
+            if format.is_gptq() {
+                settings = Some(q.clone());
+            }
             map.insert("quantization_config".into(), q);
         }
     }
-    let text =
-        serde_json::to_vec_pretty(&value).map_err(|e| CheckpointError::io(out, "write config.json", e.into()))?;
-    let mut files = vec![("config.json".to_owned(), text)];
+    let text = |value: &Value| {
+        serde_json::to_vec_pretty(value).map_err(|e| CheckpointError::io(out, "write config.json", e.into()))
+    };
+    let mut files = vec![("config.json".to_owned(), text(&value)?)];
+    if let Some(settings) = settings {
+        files.push((columns::QUANTIZE_CONFIG.to_owned(), text(&settings)?));
+    }
     for (name, bytes) in aux {
         if [WEIGHTS, PROOF_FILE].contains(&name.as_str()) || files.iter().any(|(n, _)| *n == name) {
             let problem = "this file is the export's own, or is given twice; expected another name";
@@ -424,7 +509,12 @@ fn main_dtype(layers: &[ExportTensor]) -> FloatType {
     FloatType::ALL[best]
 }
 
-fn quantization_value(config: &ModelConfig, layers: &[ExportTensor], scheme: Option<&QuantConfig>) -> Option<Value> {
+fn quantization_value(
+    format: FolderFormat,
+    config: &ModelConfig,
+    layers: &[ExportTensor],
+    scheme: Option<&QuantConfig>,
+) -> Option<Value> {
     let mut groups: Vec<(QuantArgs, Option<QuantArgs>, Vec<String>)> = Vec::new();
     let mut quantized = Vec::new();
     for layer in layers {
@@ -441,6 +531,10 @@ fn quantization_value(config: &ModelConfig, layers: &[ExportTensor], scheme: Opt
     }
     let mut ignore: Vec<String> =
         config.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(&m.as_str())).collect();
+    if format != FolderFormat::CompressedTensors {
+        ignore.retain(|m| m != "lm_head");
+        return Some(columns::to_value(format, &groups[0].0, quantized.contains(&"lm_head"), &ignore));
+    }
     // A tied head is a module of its own for the tools that read this.
     if matches!(config, ModelConfig::Llama(c) if c.tie_word_embeddings) {
         ignore.push("lm_head".into());
@@ -488,12 +582,11 @@ fn prove(
             count += 1;
             let class = match p.name.rsplit('.').next().unwrap_or_default() {
                 "weight" if matches!(layer, ExportTensor::Linear { .. }) => "codes",
-                "weight_packed" => "codes",
-                "weight_scale" | "weight_global_scale" => "scales",
-                "weight_zero_point" => "zero_points",
-                "weight_shape" | "input_scale" | "input_global_scale" | "input_zero_point" | "k_scale" | "v_scale" => {
-                    "other"
-                }
+                "weight_packed" | "qweight" => "codes",
+                "weight_scale" | "weight_global_scale" | "scales" => "scales",
+                "weight_zero_point" | "qzeros" => "zero_points",
+                "weight_shape" | "g_idx" | "input_scale" | "input_global_scale" | "input_zero_point" | "k_scale"
+                | "v_scale" => "other",
                 _ => "float",
             };
             *bytes.entry(class).or_insert(0) += p.len();
@@ -522,7 +615,12 @@ fn prove(
                 }
                 quantized_bits += layer_bits;
                 quantized_weights += values.len() as u64;
-                (format!("{module}.weight"), "quantized", source.clone(), values.len())
+                let became = match source {
+                    Some(s) if s.dtype == CODES && s.max_abs_error == 0.0 => "transcoded",
+                    Some(s) if s.dtype == CODES => "requantized",
+                    _ => "quantized",
+                };
+                (format!("{module}.weight"), became, source.clone(), values.len())
             }
             ExportTensor::KvCache { layer, grid } => {
                 let module = format!("model.layers.{layer}.self_attn");
@@ -601,11 +699,12 @@ mod tests {
                 ExportTensor::Float { name, shape: spec.shape, data, dtype: FloatType::Bf16 }
             })
             .collect();
-        let packed: Vec<Vec<NamedTensor>> = layers.iter().map(|l| packed_tensors(l, None)).collect();
+        let packed: Vec<Vec<NamedTensor>> =
+            layers.iter().map(|l| packed_tensors(FolderFormat::default(), l, None)).collect();
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("m");
         let aux = vec![("tokenizer.json".to_owned(), b"{}".to_vec())];
-        let files = folder_files(&out, &config, &layers, None, aux).unwrap();
+        let files = folder_files(FolderFormat::default(), &out, &config, &layers, None, aux).unwrap();
         let mut writer = FolderWriter::create(&out, false, 0).unwrap();
         let tensors = || layers.iter().zip(&packed).flat_map(|(l, t)| pending(l, t)).collect::<Vec<_>>();
         writer.pending(WEIGHTS, tensors()).unwrap();

@@ -1,10 +1,11 @@
-//! Model files: Hugging Face folders (float and compressed-tensors), shards, safetensors, GGUF, PyTorch; strict reading,
+//! Model files: Hugging Face folders (float, compressed-tensors, GPTQ and AWQ), shards, safetensors, GGUF, PyTorch; strict reading,
 //! atomic writing, and an export that re-reads itself and proves that nothing changed.
 //!
 //! This crate owns no formula (see `dsq-quant`), computes no forward pass and prints nothing.
 
 mod checkpoint;
 mod checks;
+mod columns;
 mod config;
 mod error;
 mod export;
@@ -22,10 +23,13 @@ mod tensor;
 mod write;
 
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
+pub use columns::{FolderFormat, convert_layers, fit_problem};
 pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
 pub use error::{CheckpointError, Fault, Severity, printable};
-pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder};
-pub use gguf::{GgufExport, GgufLoss, GgufOptions, GgufType};
+pub use export::{
+    ExportLoss, ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder, export_folder_as,
+};
+pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;
 #[cfg(fuzzing)]
 pub use pytorch::read_pytorch;

@@ -10,7 +10,9 @@
 //! - `nvfp4-pack-quantized`: `weight_packed` U8 `[n, k / 2]`, the even column in the low nibble, `weight_scale` F8_E4M3
 //!   `[n, k / 16]`, `weight_global_scale` F32 `[1]`, a divisor.
 //! - `mxfp4-pack-quantized`: `weight_packed` as above, `weight_scale` U8 `[n, k / 32]`, the biased exponents.
+//! - GPTQ and AWQ: see `columns/mod.rs`.
 
+use crate::columns::{self, FolderFormat};
 use crate::{CheckpointError, Dtype, NamedTensor, TensorData};
 use dsq_quant::{
     FloatType, Granularity, Mapping, MiniFloat, QuantArgs, QuantType, QuantizedMatrix, e8m0_decode, e8m0_encode,
@@ -18,7 +20,7 @@ use dsq_quant::{
 };
 use std::path::Path;
 
-/// A disk format of compressed-tensors.
+/// A disk format of a quantized module: one of compressed-tensors, or that of a GPTQ or AWQ folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskFormat {
     PackQuantized,
@@ -26,6 +28,8 @@ pub(crate) enum DiskFormat {
     FloatQuantized,
     Nvfp4,
     Mxfp4,
+    /// Not compressed-tensors.
+    Columns(FolderFormat),
 }
 
 impl DiskFormat {
@@ -54,6 +58,7 @@ impl DiskFormat {
             Self::FloatQuantized => "float-quantized",
             Self::Nvfp4 => "nvfp4-pack-quantized",
             Self::Mxfp4 => "mxfp4-pack-quantized",
+            Self::Columns(format) => format.name(),
         }
     }
 
@@ -75,8 +80,18 @@ pub(crate) struct Expected {
 }
 
 /// Every part of a module's name that a quantized weight may have on the disk, in any format.
-pub(crate) const WEIGHT_PARTS: [&str; 6] =
-    ["weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape"];
+pub(crate) const WEIGHT_PARTS: [&str; 10] = [
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+];
 
 /// The tensors of an `[n, k]` weight of `rank` dimensions (2 for a linear layer). The shape was checked against `args`.
 pub(crate) fn expected_tensors(
@@ -120,22 +135,28 @@ pub(crate) fn expected_tensors(
         Some(DiskFormat::Mxfp4) => {
             vec![one("weight_packed", Some(Dtype::U8), &[n, k / 2]), one("weight_scale", Some(Dtype::U8), &scale)]
         }
+        Some(DiskFormat::Columns(format)) => columns::expected(format, args, n, k),
         None => Vec::new(),
     }
 }
 
-/// The tensors that store `matrix` of `module`, whose inputs are quantized to `inputs` and whose weight has `shape` (its first
-/// dimension `n`, the others `k`). None for a matrix that has no [`DiskFormat`].
+/// The tensors that store `matrix` of `module` in `format`, whose weight has `shape` (its first dimension `n`, the others `k`). None
+/// without a format.
 pub(crate) fn pack(
     module: &str,
     shape: &[usize],
     matrix: &QuantizedMatrix,
-    inputs: Option<&QuantArgs>,
+    format: Option<DiskFormat>,
 ) -> Vec<NamedTensor> {
-    let format = DiskFormat::of(&matrix.args, inputs);
     let mut out: Vec<NamedTensor> = expected_tensors(format, &matrix.args, matrix.n, matrix.k, shape.len())
         .into_iter()
-        .map(|e| NamedTensor { name: format!("{module}.{}", e.suffix), data: stored(matrix, shape, e) })
+        .map(|e| NamedTensor {
+            name: format!("{module}.{}", e.suffix),
+            data: match format {
+                Some(DiskFormat::Columns(format)) => columns::stored(format, matrix, e),
+                _ => stored(matrix, shape, e),
+            },
+        })
         .collect();
     // Zero points last, as they always were.
     out.sort_by_key(|t| t.name.ends_with("weight_zero_point"));

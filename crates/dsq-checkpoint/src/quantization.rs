@@ -1,7 +1,9 @@
-//! `quantization_config` of compressed-tensors: which module is quantized and how. Reads what it can run and refuses
-//! the rest by name; writes what the Python package accepts. Not the tensors (see `packed.rs`).
+//! `quantization_config`: which module is quantized and how. Reads what it can run and refuses the rest by name; writes what the
+//! Python package compressed-tensors accepts. Not the tensors (see `packed.rs`), not the keys of GPTQ and AWQ (see
+//! `columns/config.rs`).
 
 use crate::CheckpointError;
+use crate::columns::{self, FolderFormat};
 use crate::config::fields::{Fields, show};
 use crate::kv_cache;
 use crate::packed::DiskFormat;
@@ -18,11 +20,15 @@ pub struct QuantizationConfig {
     /// The groups, in the order of the file.
     pub groups: Vec<QuantizationGroup>,
     /// Modules to leave in float.
-    ignore: Vec<Target>,
+    pub(crate) ignore: Vec<Target>,
     /// The texts of `ignore`.
     pub ignore_texts: Vec<String>,
     /// How a KV cache holds keys and values; `None`: in float.
     pub kv_cache: Option<QuantArgs>,
+    /// How the folder stores codes.
+    pub format: FolderFormat,
+    /// Whether a GPTQ folder may have groups in another order than its inputs (`desc_act`).
+    pub act_order: bool,
 }
 
 /// Modules that share a scheme.
@@ -32,18 +38,24 @@ pub struct QuantizationGroup {
     pub name: String,
     /// The texts of the targets.
     pub target_texts: Vec<String>,
-    targets: Vec<Target>,
+    pub(crate) targets: Vec<Target>,
     /// The weights; `scale_dtype` is F32 here unless it is one byte: the stored scale's own dtype decides.
     pub weights: QuantArgs,
     /// Input activations, static or for each token.
     pub activations: Option<QuantArgs>,
 }
 
-/// A target or ignore entry: a class name, a full module name, or a regular expression anchored at the start.
+/// A target or ignore entry.
 #[derive(Debug, Clone)]
-enum Target {
+pub(crate) enum Target {
+    /// A class name or a full module name.
     Text(String),
+    /// A regular expression anchored at the start.
     Regex(Pattern),
+    /// The last parts of a module name.
+    Ending(String),
+    /// Any part of a module name, as AutoAWQ looks for it.
+    Part(String),
 }
 
 impl Target {
@@ -51,6 +63,16 @@ impl Target {
         match self {
             Target::Text(t) => t == module || t == class,
             Target::Regex(p) => p.matches(module),
+            Target::Ending(t) => module.strip_suffix(t.as_str()).is_some_and(|head| head.ends_with('.')),
+            Target::Part(t) => module.contains(t.as_str()),
+        }
+    }
+
+    /// As it was written.
+    pub(crate) fn text(&self) -> String {
+        match self {
+            Target::Text(t) | Target::Ending(t) | Target::Part(t) => t.clone(),
+            Target::Regex(p) => p.text().to_owned(),
         }
     }
 }
@@ -65,7 +87,7 @@ impl QuantizationConfig {
         let rank = |g: &QuantizationGroup| {
             let of = |t: &Target| match t {
                 Target::Text(t) if t == module => 0,
-                Target::Regex(_) => 1,
+                Target::Regex(_) | Target::Ending(_) | Target::Part(_) => 1,
                 Target::Text(_) => 2,
             };
             g.targets.iter().filter(|t| t.matches(module, class)).map(of).min()
@@ -80,8 +102,13 @@ impl QuantizationConfig {
     pub(crate) fn from_value(value: &Value, file: &Path) -> Result<Self, CheckpointError> {
         let f = Fields::new(value, file, "quantization_config")?;
         let method = f.required("quant_method", f.string("quant_method"))?;
-        if method != "compressed-tensors" {
-            return Err(f.error("quant_method", format!("expected \"compressed-tensors\", got {method:?}")));
+        match method {
+            "compressed-tensors" => {}
+            "gptq" | "awq" => return columns::parse(&f, method),
+            _ => {
+                let expected = "expected \"compressed-tensors\", \"gptq\" or \"awq\"";
+                return Err(f.error("quant_method", format!("{expected}, got {method:?}")));
+            }
         }
         let format = f.required("format", f.string("format"))?;
         let status = f.string("quantization_status")?.unwrap_or("compressed");
@@ -108,7 +135,20 @@ impl QuantizationConfig {
             .collect::<Result<Vec<_>, _>>()?;
         let kv_cache = f.get(kv_cache::KEY).map(|v| kv_cache::from_value(v, file)).transpose()?;
         f.refuse_the_rest(&["version", "global_compression_ratio", "run_compressed", "dequantize"])?;
-        Ok(Self { groups, ignore, ignore_texts, kv_cache })
+        let format = FolderFormat::CompressedTensors;
+        Ok(Self { groups, ignore, ignore_texts, kv_cache, format, act_order: false })
+    }
+
+    /// Reads a `quantize_config.json`, which older tools write without a method.
+    ///
+    /// # Errors
+    /// As [`QuantizationConfig::from_value`].
+    pub(crate) fn from_quantize_config(value: &Value, file: &Path) -> Result<Self, CheckpointError> {
+        let f = Fields::new(value, file, "")?;
+        match f.string("quant_method")?.unwrap_or("gptq") {
+            method @ ("gptq" | "awq") => columns::parse(&f, method),
+            method => Err(f.error("quant_method", format!("expected \"gptq\" or \"awq\", got {method:?}"))),
+        }
     }
 
     /// The value of `quantization_config` for groups of explicitly named modules.

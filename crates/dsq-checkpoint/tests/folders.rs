@@ -256,7 +256,10 @@ fn f049_quantization_configs_that_dsq_cannot_run() {
     let w = |key: &'static str, bad: Value| {
         move |c: &mut Value| c["quantization_config"]["config_groups"]["group_0"]["weights"][key] = bad
     };
-    model.refuses(&["quantization_config.quant_method", "gptq"], q("quant_method", json!("gptq")));
+    model.refuses(
+        &["quantization_config.quant_method", "\"gptq\" or \"awq\", got \"hqq\""],
+        q("quant_method", json!("hqq")),
+    );
     model.refuses(&["quantization_config.config_groups.group_0.format", "marlin-24"], |c| {
         c["quantization_config"]["config_groups"]["group_0"]["format"] = json!("marlin-24");
     });

@@ -3,7 +3,7 @@
 
 use super::{Args, quantized_inputs};
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, GgufExport, GgufLoss, GgufOptions, GgufType, Proof, printable};
+use dsq_checkpoint::{Checkpoint, ExportLoss, GgufExport, GgufOptions, GgufType, Proof, printable};
 use dsq_kernels::quantize::quantize_blocks;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     Ok(0)
 }
 
-fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&GgufLoss>, inputs: usize) {
+fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&ExportLoss>, inputs: usize) {
     let size: u64 = proof.bytes.values().sum();
     let mut became: BTreeMap<&str, usize> = BTreeMap::new();
     for t in &proof.tensors {

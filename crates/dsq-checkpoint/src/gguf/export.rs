@@ -12,10 +12,10 @@ use super::value::Metadata;
 use super::write::{ALIGNMENT, TableRow, header};
 use super::{hex, keys, llama};
 use crate::checkpoint::hex_sha256;
-use crate::export::{Proof, SourceRecord, TensorProof};
+use crate::export::{CODES, ExportLoss, Proof, SourceRecord, TensorProof};
 use crate::tensor::{conversion_loss, float_bytes};
 use crate::write::{FileWriter, check_output, write_atomic};
-use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig, printable};
+use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_quant::{FloatType, GgufGrid, QuantError};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashSet};
@@ -41,19 +41,6 @@ pub struct GgufOptions {
     pub keep: Vec<String>,
     /// Whether a GGUF file of that name may be replaced.
     pub overwrite: bool,
-}
-
-/// How far the values of a quantized source are from what would be written.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GgufLoss {
-    /// Tensors whose values change; none when all is transcoded exactly.
-    pub tensors: usize,
-    /// The one that changes most, by its Hugging Face name.
-    pub largest: String,
-    /// Largest absolute difference.
-    pub max_abs_error: f64,
-    /// Frobenius norm of the difference over that of the weights, over all tensors compared.
-    pub relative_error: f64,
 }
 
 /// How the source stores a matrix.
@@ -197,30 +184,20 @@ impl<'a> GgufExport<'a> {
     ///
     /// # Errors
     /// Those of reading and quantizing.
-    pub fn loss(&self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Option<GgufLoss>, CheckpointError> {
+    pub fn loss(&self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Option<ExportLoss>, CheckpointError> {
         if !self.quantized {
             return Ok(None);
         }
-        let mut loss = GgufLoss { tensors: 0, largest: String::new(), max_abs_error: 0.0, relative_error: 0.0 };
-        let (mut squares, mut all) = (0.0f64, 0.0f64);
+        let mut loss = ExportLoss::default();
         for p in &self.plan {
             let compared = !matches!(p.kind, Kind::Float(_)) || (self.options.requantize && p.shape.len() > 1);
             if compared {
                 let encoded = self.encode(p, encode)?;
-                let mut largest = 0.0f64;
-                for (a, b) in encoded.stored.iter().zip(&encoded.values) {
-                    let (b, d) = (f64::from(*b), f64::from(*a) - f64::from(*b));
-                    largest = largest.max(d.abs());
-                    (squares, all) = (squares + d * d, all + b * b);
-                }
-                loss.tensors += usize::from(!encoded.exact());
-                if largest > loss.max_abs_error {
-                    (loss.max_abs_error, loss.largest) = (largest, p.name.clone());
-                }
+                loss.add(&p.name, &encoded.values, &encoded.stored);
             }
             tick();
         }
-        loss.relative_error = if all == 0.0 { 0.0 } else { (squares / all).sqrt() };
+        loss.finish();
         Ok(Some(loss))
     }
 
@@ -306,7 +283,7 @@ impl<'a> GgufExport<'a> {
             ("copied", _) => None,
             (_, Kind::Codes) => {
                 let hash = hex_sha256(&float_bytes(&e.values, FloatType::F32));
-                Some(SourceRecord::with_values(hash, "F32 (values of codes)".into(), &e.values, &e.stored))
+                Some(SourceRecord::with_values(hash, CODES.into(), &e.values, &e.stored))
             }
             _ => {
                 let dtype = self.source.info(&p.name).map(|i| i.dtype).unwrap_or_default();
@@ -436,17 +413,4 @@ pub(super) fn hash_values(values: &[f32]) -> String {
         hash.update(float_bytes(run, FloatType::F32));
     }
     hex(hash)
-}
-
-impl std::fmt::Display for GgufLoss {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "values change in {} tensors: max abs error {:e} (in {}), relative Frobenius error {:e}",
-            self.tensors,
-            self.max_abs_error,
-            printable(&self.largest),
-            self.relative_error
-        )
-    }
 }

@@ -32,7 +32,7 @@ mod value;
 mod vocabulary;
 mod write;
 
-pub use export::{Encode, GgufExport, GgufLoss, GgufOptions};
+pub use export::{Encode, GgufExport, GgufOptions};
 pub use mix::GgufType;
 pub use proof::proof_path;
 

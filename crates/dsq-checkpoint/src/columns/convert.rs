@@ -1,0 +1,134 @@
+//! What a quantized layer must become so that a GPTQ or AWQ folder holds it: the same codes with scales in f16. Not the packing (see
+//! `mod.rs`).
+
+use super::{FolderFormat, SCALES, shape_problem};
+use crate::checkpoint::hex_sha256;
+use crate::export::{CODES, ExportLoss, SourceRecord};
+use crate::tensor::float_bytes;
+use crate::{CheckpointError, ExportTensor};
+use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantType, QuantizedMatrix};
+use std::path::Path;
+
+/// Why `format` cannot hold an `[n, k]` matrix of this scheme; `None` when it does. Scales of another dtype than f16 and zero points
+/// are not looked at.
+pub fn fit_problem(format: FolderFormat, args: &QuantArgs, n: usize, k: usize) -> Option<String> {
+    let name = format.name();
+    let types = match format {
+        FolderFormat::CompressedTensors => return None,
+        FolderFormat::Awq => &[QuantType::Int4][..],
+        FolderFormat::GptqV1 | FolderFormat::GptqV2 => &QuantType::INTS,
+    };
+    if !types.contains(&args.qtype) {
+        let names = types.iter().map(|t| t.name()).collect::<Vec<_>>().join(", ");
+        return Some(format!("{name} has no {} weights; expected {names}", args.qtype.name()));
+    }
+    // Kernels of these tools work on 32 rows and columns at a time, whatever the width.
+    let multiple = if format == FolderFormat::Awq { 8 } else { 32 };
+    if !n.is_multiple_of(multiple) || !k.is_multiple_of(multiple) {
+        return Some(format!("{name}: expected outputs and inputs that are multiples of {multiple}, got {n} and {k}"));
+    }
+    shape_problem(format, args.qtype.bits(), n, k)
+}
+
+/// Brings the quantized layers of an export into the form that `format` stores: scales for each output or group, in f16, and one
+/// scheme for all (a symmetric layer among asymmetric ones gets zero points of 0). Codes stay. Layers that change get a
+/// [`SourceRecord`]. Nothing is done for compressed-tensors.
+///
+/// Returns how far values moved, which they do only where a scale is no f16 number.
+///
+/// # Errors
+/// [`CheckpointError::Usage`] naming layer and reason: another type or shape than the format has, layers of several schemes, inputs on
+/// a grid, a zero point of 0 in GPTQ v1; [`CheckpointError::Quant`] for a scale that f16 does not hold at all.
+pub fn convert_layers(
+    format: FolderFormat,
+    file: &Path,
+    layers: &mut [ExportTensor],
+) -> Result<ExportLoss, CheckpointError> {
+    let mut loss = ExportLoss::default();
+    if format == FolderFormat::CompressedTensors {
+        return Ok(loss);
+    }
+    let mut first: Option<(String, QuantizedMatrix)> = None;
+    for layer in layers.iter_mut() {
+        let ExportTensor::Linear { module, shape, matrix, source, activation } = layer else { continue };
+        let usage = |problem: String| Err(CheckpointError::usage(file, module.clone(), problem));
+        if activation.is_some() {
+            return usage(format!("{} has no grids of inputs; expected float inputs, got a scale", format.name()));
+        }
+        if shape.len() != 2 {
+            return usage(format!("{} holds linear layers; expected shape [out, in], got {shape:?}", format.name()));
+        }
+        if format == FolderFormat::Awq && module == "lm_head" {
+            return usage("AWQ has no quantized output matrix; expected floats, got codes".into());
+        }
+        if let Some(problem) = fit_problem(format, &matrix.args, matrix.n, matrix.k) {
+            return usage(problem);
+        }
+        let before = matrix.dequantize();
+        convert(format, matrix);
+        matrix.validate().map_err(|e| CheckpointError::quant(file, module.clone(), e))?;
+        let after = matrix.dequantize();
+        loss.add(module, &before, &after);
+        source.get_or_insert_with(|| {
+            let hash = hex_sha256(&float_bytes(&before, FloatType::F32));
+            SourceRecord::with_values(hash, CODES.into(), &before, &after)
+        });
+        if let Some((other, a)) = &first {
+            let (a, b) = (a.args, matrix.args);
+            if (a.qtype, a.granularity) != (b.qtype, b.granularity) {
+                return usage(format!(
+                    "{} has one scheme for all; expected that of {other} ({} {:?}), got {} {:?}",
+                    format.name(),
+                    a.qtype.name(),
+                    a.granularity,
+                    b.qtype.name(),
+                    b.granularity
+                ));
+            }
+        } else {
+            first = Some((module.clone(), QuantizedMatrix { codes: Vec::new(), ..matrix.clone() }));
+        }
+    }
+    loss.finish();
+    let matrices =
+        || layers.iter().filter_map(|l| if let ExportTensor::Linear { matrix, .. } = l { Some(matrix) } else { None });
+    let asymmetric = matrices().any(|m| m.args.mapping == Mapping::Asymmetric);
+    for layer in layers.iter_mut() {
+        let ExportTensor::Linear { module, matrix, .. } = layer else { continue };
+        if asymmetric && format.is_gptq() && matrix.args.mapping == Mapping::Symmetric {
+            matrix.args.mapping = Mapping::Asymmetric;
+            matrix.zeros = vec![0; matrix.scales.len()];
+        }
+        let qmin = matrix.args.qtype.qmin();
+        let lowest = matrix.zeros.iter().filter(|&&z| i32::from(z) == qmin).count();
+        if format == FolderFormat::GptqV1 && lowest > 0 {
+            let problem = format!(
+                "GPTQ v1 stores zero points less one, and 0 would borrow from its neighbour; expected 1 to {}, got 0 in {lowest} groups",
+                matrix.args.qtype.qmax() - qmin
+            );
+            return Err(CheckpointError::usage(file, module.clone(), problem)
+                .with_hint("--gptq-version v2 stores zero points as they are"));
+        }
+    }
+    Ok(loss)
+}
+
+/// The same codes in the form of the format.
+fn convert(format: FolderFormat, matrix: &mut QuantizedMatrix) {
+    if matrix.args.granularity == Granularity::PerTensor {
+        matrix.args.granularity = Granularity::PerChannel;
+        matrix.scales = vec![matrix.scales[0]; matrix.n];
+        if let Some(&zero) = matrix.zeros.first() {
+            matrix.zeros = vec![zero; matrix.n];
+        }
+    }
+    matrix.scales.iter_mut().for_each(|s| *s = SCALES.round(*s));
+    matrix.args.scale_dtype = SCALES;
+    // As it is read back.
+    if format == FolderFormat::Awq && matrix.zeros.iter().all(|&z| z == 0) {
+        matrix.args.mapping = Mapping::Symmetric;
+        matrix.zeros.clear();
+    }
+    // Where scales came from is not stored.
+    matrix.args.observer = Default::default();
+}
