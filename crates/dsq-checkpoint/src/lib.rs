@@ -22,7 +22,9 @@ mod tensor;
 mod write;
 
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
-pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
+pub use config::{
+    ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig, RopeScaling, Rotary, Yarn,
+};
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder};
 pub use groups::check_groups;

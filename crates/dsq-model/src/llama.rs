@@ -62,7 +62,7 @@ impl Sequences {
         let c = config;
         let shape =
             AttentionShape { b, t, heads: c.num_attention_heads, kv_heads: c.num_key_value_heads, d: c.head_dim };
-        Self { shape, rope: Arc::new(Rope::new(t, c.head_dim, c.rope_theta)) }
+        Self { shape, rope: Arc::new(Rope::new(c.head_dim, c.rotary().table(t))) }
     }
 }
 

@@ -66,7 +66,7 @@ fn config() -> LlamaConfig {
 
 #[test]
 fn logits_are_those_of_transformers() {
-    for folder in ["llama_tiny", "llama_tiny_untied"] {
+    for folder in ["llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope"] {
         let checkpoint = Checkpoint::open(&golden(folder)).unwrap();
         let tokens = std::fs::read_to_string(golden(folder).join("tokens.json")).unwrap();
         let tokens: Vec<Vec<i32>> = serde_json::from_str(&tokens).unwrap();
@@ -82,6 +82,39 @@ fn logits_are_those_of_transformers() {
             }
         }
     }
+}
+
+/// The cases of `variants.json`: the weights of one folder under another config. A batch of two: the second begins as the first.
+#[test]
+fn f045_variants_of_the_config_give_the_logits_of_transformers() {
+    let cases: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("variants.json")).unwrap()).unwrap();
+    let logits = read("variants.safetensors");
+    let mut count = 0;
+    for case in cases.as_array().unwrap() {
+        let (name, base) = (case["name"].as_str().unwrap(), case["base"].as_str().unwrap());
+        if !base.starts_with("llama") {
+            continue;
+        }
+        count += 1;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(golden(base).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        std::fs::write(dir.path().join("config.json"), case["config"].to_string()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let vocab = case["config"]["vocab_size"].as_u64().unwrap() as usize;
+        let tokens: Vec<i32> = serde_json::from_value(case["tokens"].clone()).unwrap();
+        let rows: Vec<usize> = serde_json::from_value(case["rows"].clone()).unwrap();
+        let other: Vec<i32> = tokens.iter().enumerate().map(|(i, t)| if i < 90 { *t } else { (t + 1) % 50 }).collect();
+        for device in [Device::flex(), Device::flex().autodiff()] {
+            let model = Llama::from_checkpoint(&checkpoint, &device).unwrap();
+            let got = host(model.logits(Arc::new([tokens.clone(), other.clone()].concat()), 2));
+            let picked: Vec<f32> = rows.iter().flat_map(|r| got[r * vocab..][..vocab].to_vec()).collect();
+            // transformers' own f32 logits are up to 4.2e-5 off their f64 values here; so may ours be.
+            assert!(worst(&picked, &logits[name]) < 8.4e-5, "{name}: {}", worst(&picked, &logits[name]));
+            let second = &got[tokens.len() * vocab..];
+            assert!(worst(&got[..90 * vocab], &second[..90 * vocab]) < 8.4e-5, "{name}");
+        }
+    }
+    assert_eq!(count, 8);
 }
 
 #[test]

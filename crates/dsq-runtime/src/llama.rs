@@ -7,7 +7,7 @@
 use crate::RuntimeError;
 use crate::cache::{KvCache, Scratch};
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
+use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
 use dsq_kernels::fake_quant::fake_quant_rows;
@@ -109,16 +109,17 @@ impl LlamaRuntime {
     pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
         let c = &self.config;
         if tokens > c.max_position_embeddings {
-            return Err(RuntimeError::TooLong {
-                what: "context",
-                limit: c.max_position_embeddings,
-                of: "max_position_embeddings",
-                got: tokens,
-            });
+            let of = match c.rope_scaling {
+                Some(RopeScaling::Dynamic { .. }) => {
+                    "max_position_embeddings; dynamic rotary scaling would change the keys that are in the cache beyond it"
+                }
+                _ => "max_position_embeddings",
+            };
+            return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: tokens });
         }
         let layer = |l: &Layer| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim, l.kv);
         let layers = self.layers.iter().map(layer).collect();
-        let rope = RopeTable::new(tokens, c.head_dim, c.rope_theta);
+        let rope = RopeTable::new(tokens, &c.rotary());
         Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
     }
 

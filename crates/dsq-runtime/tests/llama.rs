@@ -27,7 +27,7 @@ fn logits_of(name: &str, index: usize) -> Vec<f32> {
 
 #[test]
 fn logits_equal_transformers() {
-    for name in ["llama_tiny", "llama_tiny_untied"] {
+    for name in ["llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope"] {
         let model = load(name, 2);
         for (i, prompt) in prompts(name).iter().enumerate() {
             let want = logits_of(name, i);
@@ -40,6 +40,66 @@ fn logits_equal_transformers() {
             assert!(worst <= 4e-5 && worst <= 1e-4 * largest, "{name} {i}: {worst:e}, largest {largest}");
         }
     }
+}
+
+/// A case of `variants.json`: the weights of one folder under another config, opened.
+struct Variant {
+    name: String,
+    model: LlamaRuntime,
+    tokens: Vec<u32>,
+    rows: Vec<usize>,
+    logits: Vec<f32>,
+}
+
+fn variants() -> Vec<Variant> {
+    let cases: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("variants.json")).unwrap()).unwrap();
+    let file = std::fs::read(golden("variants.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let one = |case: &serde_json::Value| {
+        let (name, dir) = (case["name"].as_str().unwrap().to_owned(), tempfile::tempdir().unwrap());
+        let weights = golden(case["base"].as_str().unwrap()).join("model.safetensors");
+        std::fs::copy(weights, dir.path().join("model.safetensors")).unwrap();
+        std::fs::write(dir.path().join("config.json"), case["config"].to_string()).unwrap();
+        let data = tensors.tensor(&name).unwrap().data();
+        Variant {
+            model: LlamaRuntime::load(&Checkpoint::open(dir.path()).unwrap(), 2).unwrap(),
+            tokens: serde_json::from_value(case["tokens"].clone()).unwrap(),
+            rows: serde_json::from_value(case["rows"].clone()).unwrap(),
+            logits: data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            name,
+        }
+    };
+    cases.as_array().unwrap().iter().filter(|c| c["base"].as_str().unwrap().starts_with("llama")).map(one).collect()
+}
+
+/// 150 tokens, beyond the original context of every rotary scaling, in one piece and token by token.
+#[test]
+fn f045_variants_of_the_config_give_the_logits_of_transformers() {
+    let variants = variants();
+    for v in &variants {
+        let vocab = v.model.config().vocab_size;
+        let mut cache = v.model.new_cache(v.tokens.len()).unwrap();
+        let got = v.model.forward(&v.tokens, &mut cache, Logits::All).unwrap();
+        let rows = v.rows.iter().flat_map(|r| &got[r * vocab..][..vocab]);
+        let worst = rows.zip(&v.logits).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        // transformers' own f32 logits are up to 4.2e-5 off their f64 values here; so may ours be.
+        assert!(worst <= 8.4e-5, "{}: {worst:e}", v.name);
+        cache.truncate(0);
+        for (id, row) in v.tokens.iter().zip(got.chunks(vocab)) {
+            assert_eq!(v.model.forward(&[*id], &mut cache, Logits::Last).unwrap(), row, "{}", v.name);
+        }
+    }
+    assert_eq!(variants.len(), 8);
+}
+
+/// What a cache holds was rotated by the frequencies of its time: dynamic scaling, which begins beyond the table, is refused.
+#[test]
+fn c062_dynamic_scaling_is_refused_where_it_would_begin() {
+    let variant = variants().into_iter().find(|v| v.name == "dynamic").unwrap();
+    let limit = variant.model.config().max_position_embeddings;
+    variant.model.new_cache(limit).unwrap();
+    let e = variant.model.new_cache(limit + 1).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("dynamic rotary scaling"), "{e}");
 }
 
 #[test]

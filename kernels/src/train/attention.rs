@@ -43,14 +43,15 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// For positions `0..t` and heads of width `d`: angle `i * theta^(-2 j / d)`, frequencies in f32 as in
-    /// transformers, the angle's product in f32, its sine and cosine in f64.
-    pub fn new(t: usize, d: usize, theta: f32) -> Self {
+    /// From tables `[t, d / 2]` for positions `0..t` and heads of width `d`; where both are times a factor, so is what
+    /// [`Rope`] turns, and its gradient.
+    ///
+    /// # Panics
+    /// When the tables are not of one length, or of no whole rows.
+    pub fn new(d: usize, [cos, sin]: [Vec<f32>; 2]) -> Self {
         let half = d / 2;
-        let freq: Vec<f32> = (0..half).map(|j| 1.0 / theta.powf((2 * j) as f32 / d as f32)).collect();
-        let angle = |i: usize, j: usize| f64::from(i as f32 * freq[j]);
-        let table = |f: fn(f64) -> f64| (0..t * half).map(|n| f(angle(n / half, n % half)) as f32).collect();
-        Self { half, cos: table(f64::cos), sin: table(f64::sin) }
+        assert!(cos.len() == sin.len() && half > 0 && cos.len().is_multiple_of(half), "tables: [t, d / 2]");
+        Self { half, cos, sin }
     }
 
     /// Rotates `x` (one head at position `i`) times `scale` into `out`; `back` turns the other way.

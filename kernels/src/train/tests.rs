@@ -237,12 +237,19 @@ fn reference_attention(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape, thet
     out
 }
 
+/// The tables for base `theta`.
+fn rope(t: usize, d: usize, theta: f32) -> Rope {
+    let angle = |n: usize| (n / (d / 2)) as f64 * f64::from(theta).powf(-((2 * (n % (d / 2))) as f64) / d as f64);
+    let table = |f: fn(f64) -> f64| (0..t * d / 2).map(|n| f(angle(n)) as f32).collect();
+    Rope::new(d, [table(f64::cos), table(f64::sin)])
+}
+
 #[test]
 fn attention_matches_f64_and_its_gradient_the_slope() {
     // 37 tokens: two blocks of rows, the second short.
     for (b, t, heads, kv_heads, d) in [(2, 37, 4, 2, 6), (1, 1, 2, 1, 4), (1, 5, 3, 3, 2)] {
         let s = AttentionShape { b, t, heads, kv_heads, d };
-        let rope = Rope::new(t, d, 100.0);
+        let rope = rope(t, d, 100.0);
         let scaled = |n: usize, seed: u64| uniform(n, seed).iter().map(|v| v * 2.0).collect::<Vec<f32>>();
         let (q, k, v) =
             (scaled(b * t * heads * d, 8), scaled(b * t * kv_heads * d, 9), scaled(b * t * kv_heads * d, 10));
@@ -270,7 +277,7 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
 fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
     use crate::attention::{LayerCache, attend};
     let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6 };
-    let rope = Rope::new(s.t, s.d, 100.0);
+    let rope = rope(s.t, s.d, 100.0);
     let (q, k, v) =
         (uniform(s.t * s.heads * s.d, 21), uniform(s.t * s.kv_heads * s.d, 22), uniform(s.t * s.kv_heads * s.d, 23));
     for qtype in [QuantType::Int8, QuantType::Fp8E4M3] {
@@ -357,7 +364,7 @@ fn any_thread_count_gives_the_same_bits() {
             let labels: Vec<i32> = (0..m as i32).map(|i| i % d as i32).collect();
             let (loss, lse) = cross_entropy(&x, &labels, d);
             let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32 };
-            let rope = Rope::new(100, 32, 1e4);
+            let rope = rope(100, 32, 1e4);
             let kv = &x[..m * 32];
             let a = Attention::forward([&x, kv, &g[..m * 32]], &s, &rope, None);
             let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope, None);

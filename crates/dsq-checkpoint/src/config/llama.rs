@@ -1,7 +1,8 @@
 //! The config of a Llama-like model, in the keys of Hugging Face `transformers` (versions 4 and 5).
 
 use super::LinearSpec;
-use super::fields::{Fields, show};
+use super::fields::Fields;
+use super::rope::{self, RopeScaling};
 use crate::{CheckpointError, Fault, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -31,6 +32,8 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f32,
     /// Base of the rotary embedding.
     pub rope_theta: f32,
+    /// How its frequencies are scaled.
+    pub rope_scaling: Option<RopeScaling>,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Beginning-of-sequence token.
@@ -126,10 +129,17 @@ impl LlamaConfig {
             default("tie_word_embeddings", "false".into());
             false
         });
-        let rope_theta = rope_theta(f)?.unwrap_or_else(|| {
+        let (rope_theta, rope_scaling) = rope::read(f, file)?;
+        let rope_theta = rope_theta.unwrap_or_else(|| {
             default("rope_theta", "10000".into());
             10000.0
         });
+        if matches!(rope_scaling, Some(RopeScaling::Dynamic { .. })) {
+            let what = format!(
+                "dynamic rotary scaling begins beyond max_position_embeddings = {max_position_embeddings}, which dsq refuses to run"
+            );
+            faults.push(Fault::new(Severity::Note, file, "rope_scaling", what));
+        }
         if f.get("hidden_act").is_none() {
             default("hidden_act", "silu".into());
         }
@@ -167,6 +177,7 @@ impl LlamaConfig {
             max_position_embeddings,
             rms_norm_eps,
             rope_theta,
+            rope_scaling,
             tie_word_embeddings,
             bos_token_id,
             eos_token_ids,
@@ -181,7 +192,9 @@ impl LlamaConfig {
             [one] => json!(one),
             many => json!(many),
         };
-        json!({
+        let mut rotary = rope::to_json(self.rope_scaling.as_ref());
+        rotary["rope_theta"] = json!(short(self.rope_theta));
+        let mut out = json!({
             "architectures": ["LlamaForCausalLM"],
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
@@ -194,7 +207,7 @@ impl LlamaConfig {
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": short(self.rms_norm_eps),
             "rope_theta": short(self.rope_theta),
-            "rope_parameters": {"rope_type": "default", "rope_theta": short(self.rope_theta)},
+            "rope_parameters": rotary,
             "hidden_act": "silu",
             "attention_bias": false,
             "mlp_bias": false,
@@ -202,7 +215,12 @@ impl LlamaConfig {
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
-        })
+        });
+        // Not there without scaling, so that the digests of recipes stay what they were.
+        if self.rope_scaling.is_some() {
+            out["rope_scaling"] = rope::to_json(self.rope_scaling.as_ref());
+        }
+        out
     }
 
     pub(super) fn linears(&self) -> Vec<LinearSpec> {
@@ -252,57 +270,5 @@ fn single(f: &Fields, key: &'static str, vocab: usize) -> Result<Option<u32>, Ch
         [] => Ok(None),
         [one] => Ok(Some(*one)),
         _ => Err(f.error(key, format!("expected one token id, got {ids:?}"))),
-    }
-}
-
-/// The base of the rotary embedding, from `rope_theta` (transformers 4) or `rope_parameters` (5). Any scaling is
-/// refused by name.
-fn rope_theta(f: &Fields) -> Result<Option<f32>, CheckpointError> {
-    let mut theta = f.number("rope_theta")?;
-    for key in ["rope_scaling", "rope_parameters"] {
-        let Some(value) = f.get(key) else { continue };
-        if key == "rope_scaling" && value.as_object().is_some_and(serde_json::Map::is_empty) {
-            continue;
-        }
-        let inner = match value {
-            Value::Object(map) => map,
-            _ => return Err(f.error(key, format!("expected an object or null, got {}", show(value)))),
-        };
-        for (k, v) in inner {
-            match k.as_str() {
-                "rope_type" | "type" if v == "default" => {}
-                "rope_theta" => {
-                    let here = v
-                        .as_f64()
-                        .filter(|x| x.is_finite())
-                        .ok_or_else(|| f.error(key, format!("rope_theta: expected a number, got {}", show(v))))?;
-                    if theta.is_some_and(|t| t != here) {
-                        let both = theta.unwrap_or_default();
-                        return Err(f.error(
-                            key,
-                            format!("rope_theta: contradicts the top-level key; expected {both}, got {here}"),
-                        ));
-                    }
-                    theta = Some(here);
-                }
-                "rope_type" | "type" => {
-                    let what = format!("{k}: rotary scaling is not supported; expected \"default\", got {}", show(v));
-                    return Err(f.error(key, what));
-                }
-                "partial_rotary_factor" if v.as_f64() == Some(1.0) => {}
-                _ => {
-                    return Err(f.error(
-                        key,
-                        format!("{k}: rotary scaling is not supported; expected no such key, got {}", show(v)),
-                    ));
-                }
-            }
-        }
-    }
-    match theta {
-        Some(t) if !(t >= 1.0 && t <= f64::from(f32::MAX)) => {
-            Err(f.error("rope_theta", format!("expected a number of at least 1, got {t}")))
-        }
-        t => Ok(t.map(|t| t as f32)),
     }
 }

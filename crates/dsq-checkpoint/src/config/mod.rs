@@ -5,10 +5,12 @@ mod efficientnet;
 pub(crate) mod fields;
 mod llama;
 mod resnet;
+mod rope;
 
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use llama::LlamaConfig;
 pub use resnet::ResNetConfig;
+pub use rope::{RopeScaling, Rotary, Yarn};
 
 use crate::json::parse_json;
 use crate::{CheckpointError, Fault};
