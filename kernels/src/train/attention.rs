@@ -4,10 +4,10 @@
 //!   `h / (heads / kv_heads)`.
 //! - Formula: `q' = rope(q) / sqrt(d)`, `k' = rope(k)`, `p = softmax over j <= i of q'[i] . k'[j]`, output `p v`.
 //!   Rotary pairs are half a head apart (Hugging Face's layout). With a [`KvGrid`] `k'` and `v` are put on it first, as a KV
-//!   cache of codes holds them; the gradient passes straight through.
+//!   cache of codes holds them; the gradient passes straight through. With a window `w` position `i` sees `j` in `i - w < j <= i` only.
 //! - Order: one task for each sequence and kv head; the heads of a group and the blocks of rows go in order, so any
 //!   thread count gives the same bits. Products by the small matrix product of `conv::gemm`.
-//! - Cost: the probabilities of the forward pass are kept, `b * heads * t^2` floats.
+//! - Cost: that of full attention, with a window too; the probabilities of the forward pass are kept, `b * heads * t^2` floats.
 
 use super::exp::exp;
 use super::{lane_sum, vectorized};
@@ -32,6 +32,8 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// Width of a head; even.
     pub d: usize,
+    /// Positions that a token sees, its own and those right before it, at least its own; `None`: all.
+    pub window: Option<usize>,
 }
 
 /// Cosines and sines of the rotary positions.
@@ -196,7 +198,7 @@ impl Attention {
     /// # Panics
     /// When a slice is shorter than `shape` says, or `rope` was made for fewer tokens or another width.
     pub fn forward([q, k, v]: [&[f32]; 3], shape: &AttentionShape, rope: &Rope, grid: Option<&KvGrid>) -> Self {
-        let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let &AttentionShape { b, t, heads, kv_heads, d, window } = shape;
         let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<(Vec<f32>, Vec<f32>)> = (0..b * kv_heads)
@@ -216,7 +218,10 @@ impl Attention {
                         let a = Left { data: &q[i * d..], row: d, col: 1 };
                         gemm(a, Right { data: &kt, row: t }, p, t, [rows, end, d], false);
                         for (r, row) in p.chunks_exact_mut(t).enumerate() {
-                            softmax(&mut row[..end], i + r + 1);
+                            let seen = i + r + 1;
+                            let start = window.map_or(0, |w| seen.saturating_sub(w.max(1)));
+                            row[..start].fill(0.0);
+                            softmax(&mut row[start..end], seen - start);
                         }
                         gemm(Left { data: p, row: t, col: 1 }, v, &mut out[i * d..end * d], d, [rows, d, end], false);
                     }
@@ -245,7 +250,7 @@ impl Attention {
         rope: &Rope,
         grid: Option<&KvGrid>,
     ) -> AttentionGradients {
-        let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let &AttentionShape { b, t, heads, kv_heads, d, .. } = shape;
         let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<[Vec<f32>; 3]> = self
