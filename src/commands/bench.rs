@@ -79,7 +79,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let tokens_per_second = quantile(&mut decode, 0.5);
     // Weights are read once a token, keys and values up to the position (on average: the middle of the generation).
     let mean_positions = args.prompt_tokens as f64 + (args.gen_tokens as f64 + 1.0) / 2.0;
-    let kv = mean_positions * model.kv_bytes_per_position() as f64;
+    let kv = model.kv_bytes(mean_positions);
     let bytes_per_token = model.bytes_per_token() as f64 + kv;
     let bandwidth = measure_read_bandwidth(global.threads());
     let bytes_per_second = bytes_per_token * tokens_per_second;

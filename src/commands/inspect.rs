@@ -1,7 +1,7 @@
 //! `dsq inspect`: what is in a model, how it is quantized, what it really costs a weight, and every fault found.
 
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, ModelConfig, Severity, printable};
+use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, LlamaConfig, ModelConfig, RopeScaling, Severity, printable};
 use dsq_quant::{FloatType, Granularity, KvGrid, Mapping, QuantArgs};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
@@ -229,10 +229,28 @@ fn describe_cache(ckpt: &Checkpoint) -> Option<String> {
     Some(format!("KV cache: {name}, a scale for the keys ({k}) and one for the values ({v}) of each layer"))
 }
 
+/// `, rotary scaling yarn`.
+fn rope_name(scaling: RopeScaling) -> &'static str {
+    match scaling {
+        RopeScaling::Linear { .. } => ", rotary scaling linear",
+        RopeScaling::Dynamic { .. } => ", rotary scaling dynamic",
+        RopeScaling::Llama3 { .. } => ", rotary scaling llama3",
+        RopeScaling::Yarn(_) => ", rotary scaling yarn",
+    }
+}
+
+/// `, windows of 4096 in 28 layers`.
+fn describe_windows(c: &LlamaConfig) -> String {
+    let mut windows = c.windows.iter().flatten();
+    let Some(first) = windows.next() else { return String::new() };
+    format!(", windows of {first} in {} layers", 1 + windows.count())
+}
+
 fn describe(config: &ModelConfig) -> String {
     match config {
         ModelConfig::Llama(c) => format!(
-            "llama: {} layers, hidden {}, ffn {}, heads {}/{} of {}, vocabulary {}, context {}{}",
+            "{}: {} layers, hidden {}, ffn {}, heads {}/{} of {}, vocabulary {}, context {}{}{}{}",
+            c.model_type,
             c.num_hidden_layers,
             c.hidden_size,
             c.intermediate_size,
@@ -241,6 +259,8 @@ fn describe(config: &ModelConfig) -> String {
             c.head_dim,
             c.vocab_size,
             c.max_position_embeddings,
+            c.rope_scaling.map_or("", rope_name),
+            describe_windows(c),
             if c.tie_word_embeddings { ", tied embeddings" } else { "" },
         ),
         ModelConfig::EfficientNet(c) => format!(

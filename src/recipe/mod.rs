@@ -508,6 +508,8 @@ fn read_llama(mut model: Section) -> Result<LlamaConfig, CliError> {
         max_position_embeddings: model.count("max_position_embeddings", 2..=1_048_576, None)?,
         rms_norm_eps: model.number("rms_norm_eps", 1e-12..=1.0, Some(1e-5))? as f32,
         rope_theta: model.number("rope_theta", 1.0..=1e12, Some(10_000.0))? as f32,
+        rope_scaling: None,
+        windows: Vec::new(),
         tie_word_embeddings: model.boolean("tie_word_embeddings", true)?,
         model_type: "llama".into(),
         bos_token_id: None,

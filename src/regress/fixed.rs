@@ -54,6 +54,8 @@ fn config() -> LlamaConfig {
         max_position_embeddings: 64,
         rms_norm_eps: 1e-5,
         rope_theta: 10000.0,
+        rope_scaling: None,
+        windows: Vec::new(),
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_ids: Vec::new(),

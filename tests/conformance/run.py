@@ -21,7 +21,10 @@ GOLDEN = ROOT / "tests" / "golden"
 FLOAT_BOUND = 1e-4
 EXPORT_BOUND = 1e-4
 
-TINY = ("llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope")
+TINY = ("llama_tiny", "llama_tiny_untied")
+# Other architectures, and rotary scaling: each scheme of weights once, and AWQ, which scales biases too.
+OTHERS = ("llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny")
+AWQ_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"]
 # name -> flags of `dsq quantize`; every hidden size of the tiny models divides by 32.
 EXPORTS = {
     "w4a16-g32-f32": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"],
@@ -124,10 +127,10 @@ class Dsq:
         expect(len(tensors) == len(sequences), f"{len(tensors)} tensors for {len(sequences)} sequences")
         return [tensors[f"logits.{i}"] for i in range(len(sequences))]
 
-    def quantize(self, model, name, flags):
+    def quantize(self, model, name, flags, method="rtn"):
         out = self.work / name
         if not out.exists():
-            self("quantize", model, "--out", out, "--method", "rtn", *flags)
+            self("quantize", model, "--out", out, "--method", method, *flags)
         return out
 
 
@@ -350,13 +353,22 @@ def float_logits(ctx, folder):
     golden = load_file(folder / "logits.safetensors")
     for i, t in enumerate(theirs):
         expect((golden[f"logits.{i}"] - t).abs().max() < 1e-4, "transformers no longer gives the golden logits")
-    try:
-        ours = ctx.dsq.logits(folder, sequences)
-    except Failed as e:
-        if "llama3rope" in folder.name and "rope" in str(e):
-            raise Skipped(f"dsq refuses rope scaling: {e}")
-        raise
-    return compare_logits(ours, theirs, FLOAT_BOUND)
+    return compare_logits(ctx.dsq.logits(folder, sequences), theirs, FLOAT_BOUND)
+
+
+def variant_logits(ctx, case):
+    """The weights of a tiny model under another config (windows, rotary scaling), 150 tokens, quantized to W4A16 and loaded by
+    transformers; and in float."""
+    import shutil
+    model = ctx.work / f"variant-{case['name']}"
+    model.mkdir()
+    shutil.copy(GOLDEN / case["base"] / "model.safetensors", model)
+    (model / "config.json").write_text(json.dumps(case["config"]))
+    sequences = [case["tokens"]]
+    figure = compare_logits(ctx.dsq.logits(model, sequences), reference_logits(reference_model(model), sequences), FLOAT_BOUND)
+    out = ctx.dsq.quantize(model, f"variant-{case['name']}-w4a16", EXPORTS["w4a16-g32-f32"])
+    packed = compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
+    return f"float: {figure}; W4A16: {packed}"
 
 
 def export_codes(ctx, folder, name):
@@ -381,6 +393,30 @@ def ascii_tokenizer():
                       "vocab": {c: i for i, c in enumerate(chars)}, "merges": []}}
 
 
+def with_tokenizer(ctx, folder):
+    """A copy of a tiny model with a tokenizer, and a text for calibration beside its weights."""
+    import shutil
+    model = ctx.work / f"{folder.name}-with-tokenizer"
+    if not model.exists():
+        shutil.copytree(folder, model)
+        (model / "tokenizer.json").write_text(json.dumps(ascii_tokenizer()))
+        source = (ROOT / "recipes/data/pydoc/train.txt").read_text()
+        (model / "calib.txt").write_text("".join(c for c in source if ord(c) < 127)[:4000])
+    return model, ["--calib", model / "calib.txt", "--calib-tokens", "2048", "--calib-context", "64"]
+
+
+def awq_logits(ctx, folder):
+    """AWQ's scales move from norms and rows (with their bias) into columns: the folder is a plain one for transformers."""
+    model, calib = with_tokenizer(ctx, folder)
+    out = ctx.dsq.quantize(model, f"{folder.name}-awq", AWQ_EXPORT + calib, method="awq")
+    before, after = read_folder(folder), read_folder(out)
+    scaled = [n for n in after if n in before and not before[n].equal(after[n])]
+    expect(scaled and any(n.endswith("v_proj.bias") for n in scaled) == ("qwen2" in folder.name), f"scaled: {scaled}")
+    sequences = json.loads((folder / "tokens.json").read_text())
+    figure = compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
+    return f"{len(scaled)} norms and biases scaled; {figure}"
+
+
 def activation_logits(ctx, folder, name):
     """The folder as transformers loads it, activations quantized by compressed-tensors' own forward pass. Both sides round the
     same numbers but for the last bits of their sums; where such a number lies between two codes they may choose
@@ -388,14 +424,9 @@ def activation_logits(ctx, folder, name):
     worst the two sides would round independently, sqrt(2) of that; seldom flips give a small part of it."""
     import shutil
     flags, calibrated = ACTIVATION_EXPORTS[name]
-    model = ctx.work / f"{folder.name}-with-tokenizer"
-    if not model.exists():
-        shutil.copytree(folder, model)
-        (model / "tokenizer.json").write_text(json.dumps(ascii_tokenizer()))
-        source = (ROOT / "recipes/data/pydoc/train.txt").read_text()
-        (model / "calib.txt").write_text("".join(c for c in source if ord(c) < 127)[:4000])
+    model, calib = with_tokenizer(ctx, folder)
     if calibrated:
-        flags = flags + ["--calib", model / "calib.txt", "--calib-tokens", "2048", "--calib-context", "64"]
+        flags = flags + calib
     out = ctx.dsq.quantize(model, f"{folder.name}-{name}", flags)
     sequences = json.loads((folder / "tokens.json").read_text())
     ours, theirs = ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences)
@@ -665,9 +696,16 @@ def smollm2_logits(ctx, name):
 
 
 def checks():
-    for tiny in TINY:
+    for tiny in TINY + OTHERS:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
-    for tiny in TINY[:2]:
+    for tiny in OTHERS:
+        for name in ("w4a16-g32-f32", "w4a16-channel-bf16", "w8a16-g32-bf16"):
+            yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
+            yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_logits(ctx, f, n, EXPORTS[n])
+        yield f"awq-logits {tiny}", lambda ctx, f=GOLDEN / tiny: awq_logits(ctx, f)
+    for case in json.loads((GOLDEN / "variants.json").read_text()):
+        yield f"variant-logits {case['name']}", lambda ctx, c=case: variant_logits(ctx, c)
+    for tiny in TINY:
         for name, flags in EXPORTS.items():
             yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
             yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name, x=flags: export_logits(ctx, f, n, x)

@@ -55,6 +55,8 @@ impl Models {
             max_position_embeddings: CONTEXT,
             rms_norm_eps: 1e-5,
             rope_theta: 10_000.0,
+            rope_scaling: None,
+            windows: Vec::new(),
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

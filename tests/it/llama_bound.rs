@@ -24,8 +24,7 @@
 //!   lanes, at most 16 sums of lanes); mean and epsilon are two more, all positive, so the argument of the root is off by a
 //!   factor within `gamma(n + 2)` of 1, the root by half of it; root and quotient are two roundings, the products two:
 //!   `(gamma(n + 2) / 2 + gamma(4)) |y|`.
-//! - **Rotary** `a c - b s`: the frequency is `theta^(-x)`, `x = 2i/d`, in f32: the exponent rounded (`x ln(theta) u`, graph
-//!   only), a power (to one ulp, at most 2 u, as glibc documents of `powf`), a quotient; the angle is one product more; sine
+//! - **Rotary** `a c - b s`: the frequency is `theta^(-x)`, `x = 2i/d`, in f32: the exponent rounded (`x ln(theta) u`), a power (to one ulp, at most 2 u, as glibc documents of `powf`), a quotient; the angle is one product more; sine
 //!   and cosine are rounded once: `e = angle (x ln(theta) + 4) u + u`. With two products and a sum:
 //!   `e (|a| + |b|) + gamma(2) (|a c| + |b s|)`.
 //! - **Scores** `q k / sqrt(d)`: `gamma(d + 4) sum |q| |k| / sqrt(d)`: d products and sums; three roundings for the root, its

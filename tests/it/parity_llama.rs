@@ -58,6 +58,8 @@ impl Case {
             max_position_embeddings: 64,
             rms_norm_eps: 1e-5,
             rope_theta: [10_000.0, 500_000.0, 50.0][pick / 7 % 3],
+            rope_scaling: None,
+            windows: Vec::new(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

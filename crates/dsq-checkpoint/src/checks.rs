@@ -104,12 +104,16 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     let (n, k) = (spec.n(), spec.k());
     used.extend(WEIGHT_PARTS.into_iter().chain(["bias"]).map(name));
     if ckpt.info(&name("bias")).is_some() {
-        if columns::is_zero_bias(ckpt, &spec.module) {
+        match ckpt.config() {
+            // One that the config calls for was looked at with the other tensors.
+            ModelConfig::Llama(c) if c.has_bias(&spec.module) => {}
             // AutoGPTQ wrote one for layers that have none.
-        } else if matches!(ckpt.config(), ModelConfig::Llama(_)) {
-            problems.push((name("bias"), "dsq's llama has no biases; expected no such tensor, got one".into()));
-        } else {
-            expect_float(ckpt, &name("bias"), &[n], problems);
+            _ if columns::is_zero_bias(ckpt, &spec.module) => {}
+            ModelConfig::Llama(c) => {
+                let problem = format!("{} has no bias here; expected no such tensor, got one", c.model_type);
+                problems.push((name("bias"), problem));
+            }
+            _ => expect_float(ckpt, &name("bias"), &[n], problems),
         }
     }
     let class = if spec.shape.len() == 4 { "Conv2d" } else { "Linear" };

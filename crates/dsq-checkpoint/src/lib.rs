@@ -24,7 +24,9 @@ mod write;
 
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use columns::{FolderFormat, convert_layers, fit_problem};
-pub use config::{ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig};
+pub use config::{
+    ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig, RopeScaling, Rotary, Yarn,
+};
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
     ExportLoss, ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder, export_folder_as,

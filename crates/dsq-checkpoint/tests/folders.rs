@@ -4,7 +4,7 @@
 mod fixtures;
 
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, LinearWeight, LlamaConfig, ModelConfig, NamedTensor, Severity, TensorData,
+    Checkpoint, ExportTensor, LinearWeight, LlamaConfig, ModelConfig, NamedTensor, RopeScaling, Severity, TensorData,
     write_safetensors,
 };
 use dsq_quant::{FloatType, Mapping};
@@ -173,10 +173,23 @@ fn f044_rotary_settings_in_both_spellings() {
     model.refuses(&["rope_parameters", "contradicts"], |c| {
         c["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
     });
+    // The other spelling in the file says that nothing is scaled; without it the scaling is taken.
+    for (key, other) in [("rope_scaling", "rope_parameters"), ("rope_parameters", "rope_scaling")] {
+        let scaled = |c: &mut Value| {
+            c.as_object_mut().unwrap().remove(other);
+            c[key] = json!({"type": "linear", "factor": 2.0});
+        };
+        let ModelConfig::Llama(c) = model.with_config(scaled).unwrap().config().clone() else { panic!("llama") };
+        assert_eq!((c.rope_theta, c.rope_scaling), (1e4, Some(RopeScaling::Linear { factor: 2.0 })), "{key}");
+    }
+    model.refuses(&["rope_parameters", "contradicts rope_scaling"], |c| {
+        c["rope_scaling"] = json!({"type": "linear", "factor": 2.0});
+    });
     for scaling in [
-        json!({"rope_type": "linear", "factor": 2.0}),
-        json!({"type": "dynamic", "factor": 2.0}),
+        json!({"rope_type": "linear"}),
+        json!({"type": "dynamic", "factor": 0.5}),
         json!({"rope_type": "llama3", "factor": 8.0}),
+        json!({"rope_type": "longrope", "factor": 8.0}),
         json!({"rope_type": "foo"}),
         json!({"rope_type": "default", "type": "linear", "factor": 2.0}),
         json!({"factor": 2.0}),

@@ -25,12 +25,31 @@ fn folders_of_transformers_open_in_both_spellings() {
     }
 }
 
+/// Frequencies and attention factors of every scaling that dsq knows, as transformers computes them in f32.
 #[test]
-fn f045_rotary_scaling_is_refused_by_name() {
-    let e = Checkpoint::open(&golden("llama_tiny_llama3rope")).unwrap_err();
-    assert_eq!(e.exit_code(), 3);
-    let text = e.to_string();
-    assert!(text.contains("rope_parameters") && text.contains("llama3"), "{text}");
+fn f045_rotary_scaling_is_that_of_transformers() {
+    let cases: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("rope.json")).unwrap()).unwrap();
+    let cases = cases.as_array().unwrap();
+    for case in cases {
+        let config = serde_json::json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40, "head_dim": case["head_dim"],
+            "rope_theta": case["rope_theta"], "rope_scaling": case["rope_scaling"],
+            "max_position_embeddings": case["max_position_embeddings"]});
+        let read = ModelConfig::from_json(&config.to_string(), "config.json".as_ref()).unwrap();
+        let ModelConfig::Llama(config) = &read else { panic!("a llama") };
+        let rotary = config.rotary();
+        let want = case["frequencies"].as_array().unwrap();
+        assert_eq!(rotary.frequencies.len(), want.len());
+        // transformers takes its steps in f32, each off by half a unit in the last place, ours one rounding after f64 (and
+        // each power by one unit); where a ramp goes from 1 to 0, what is small beside 1 is off by that much of 1.
+        for (got, want) in rotary.frequencies.iter().zip(want) {
+            let want = want.as_f64().unwrap();
+            assert!((f64::from(*got) / want - 1.0).abs() < 2e-6, "{case}: {got} {want}");
+        }
+        let factor = case["attention_factor"].as_f64().unwrap();
+        assert!((f64::from(rotary.attention_factor) - factor).abs() < 1e-7, "{case}");
+    }
+    assert_eq!(cases.len(), 40);
 }
 
 /// A folder that Python's compressed-tensors made is read, and quantizing the same weights gives the same tensors, bit

@@ -10,11 +10,13 @@ use burn::tensor::{Device, Tensor, TensorData};
 use dsq_quant::{GgufGrid, InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use std::sync::Arc;
 
-/// A linear layer without bias, `y = x w^T`.
+/// A linear layer, `y = x w^T + b`; most have no bias `b`, and none is quantized.
 #[derive(Module, Debug)]
 pub struct Linear {
     /// Weight `[n, k]` (outputs, inputs), as checkpoints store it.
     pub weight: Param<Tensor<2>>,
+    /// Bias `[n]`.
+    bias: Option<Param<Tensor<1>>>,
     /// Learned scales and zero points, where fake quantization uses such.
     grid: Option<LearnedGrid>,
     /// What is trained in the place of the weight, which is frozen then.
@@ -41,8 +43,26 @@ impl Linear {
     /// From a weight `[n, k]`, row major.
     pub fn from_values(weight: Vec<f32>, [n, k]: [usize; 2], device: &Device) -> Self {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, [n, k]), device));
-        let (grid, lora, quant, global, blocks, inputs, input) = (None, None, None, None, None, None, None);
-        Self { weight, grid, lora, codes: false, quant, global, blocks, inputs, input }
+        let (bias, grid, lora, quant, global, blocks) = (None, None, None, None, None, None);
+        let (inputs, input) = (None, None);
+        Self { weight, bias, grid, lora, codes: false, quant, global, blocks, inputs, input }
+    }
+
+    /// The bias `[n]`, if there is one.
+    pub fn bias(&self) -> Option<Vec<f32>> {
+        self.bias.as_ref().map(|b| host(b.val()))
+    }
+
+    /// Gives the layer a bias `[n]`, or replaces it.
+    pub fn set_bias(&mut self, bias: Vec<f32>) {
+        let n = bias.len();
+        let bias = Tensor::from_data(TensorData::new(bias, [n]), &self.weight.val().device());
+        self.bias = Some(Param::from_tensor(bias));
+    }
+
+    /// Excludes the bias from training.
+    pub fn freeze_bias(&mut self) {
+        self.bias = self.bias.take().map(Module::no_grad);
     }
 
     /// Whether, and how, the forward pass sees the weight on a grid.
@@ -280,7 +300,11 @@ impl Linear {
     }
 
     fn multiply<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        ops::linear::linear(x, self.effective_weight())
+        let y = ops::linear::linear(x, self.effective_weight());
+        match &self.bias {
+            None => y,
+            Some(bias) => y + bias.val().unsqueeze::<D>(),
+        }
     }
 }
 

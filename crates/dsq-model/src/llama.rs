@@ -1,5 +1,5 @@
 //! The Llama family with gradients, in the names of Hugging Face `transformers`: RMSNorm, grouped-query attention with
-//! rotary positions (half a head apart), SwiGLU, tied or untied output. Not a tokenizer and not text generation.
+//! rotary positions (half a head apart), SwiGLU, tied or untied output; biases of qwen2, norms of heads of qwen3, attention windows. Not a tokenizer and not text generation.
 
 use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu, forward_many};
 use crate::ops;
@@ -31,6 +31,10 @@ pub struct SelfAttention {
     pub v_proj: Linear,
     /// `[d, heads * head_dim]`.
     pub o_proj: Linear,
+    /// Norm of each query head `[head_dim]`, before it is rotated.
+    q_norm: Option<RmsNorm>,
+    /// Norm of each key head `[head_dim]`.
+    k_norm: Option<RmsNorm>,
 }
 
 /// One layer.
@@ -47,6 +51,9 @@ pub struct Layer {
     /// The grids on which attention sees rotated keys and values; `None`: as they are.
     #[module(skip)]
     kv: Option<KvGrid>,
+    /// Positions that a token sees; `None`: all before it.
+    #[module(skip)]
+    window: Option<usize>,
 }
 
 /// Shape and rotary tables of a batch: `b` sequences of `t` tokens.
@@ -60,9 +67,10 @@ impl Sequences {
     /// For `b` sequences of `t` tokens in a model of this architecture.
     pub fn new(config: &LlamaConfig, b: usize, t: usize) -> Self {
         let c = config;
-        let shape =
-            AttentionShape { b, t, heads: c.num_attention_heads, kv_heads: c.num_key_value_heads, d: c.head_dim };
-        Self { shape, rope: Arc::new(Rope::new(t, c.head_dim, c.rope_theta)) }
+        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+        // The window is the layer's.
+        let shape = AttentionShape { b, t, heads, kv_heads, d: c.head_dim, window: None };
+        Self { shape, rope: Arc::new(Rope::new(c.head_dim, c.rotary().table(t))) }
     }
 }
 
@@ -110,8 +118,9 @@ impl Layer {
     /// q_proj, k_proj and v_proj.
     pub fn keys_and_values(&self, h: Tensor<3>, batch: &Sequences) -> [Vec<f32>; 2] {
         let a = &self.self_attn;
-        let [k, v] = forward_many([&a.k_proj, &a.v_proj], h).map(host);
-        [batch.shape.rotated_keys(&k, &batch.rope), v]
+        let [k, v] = forward_many([&a.k_proj, &a.v_proj], h);
+        let k = host(norm_heads(a.k_norm.as_ref(), k, batch.shape.d));
+        [batch.shape.rotated_keys(&k, &batch.rope), host(v)]
     }
 
     /// Asks `values` for every tensor of layer `i`.
@@ -125,33 +134,47 @@ impl Layer {
         let (d, ffn, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
         let mut linear = |part: &str, n: usize, k: usize| {
-            let name = format!("model.layers.{i}.{part}.weight");
-            values(&name, &[n, k]).map(|v| Linear::from_values(v, [n, k], device))
+            let module = format!("model.layers.{i}.{part}");
+            let weight = values(&format!("{module}.weight"), &[n, k])?;
+            let mut linear = Linear::from_values(weight, [n, k], device);
+            if c.has_bias(&module) {
+                linear.set_bias(values(&format!("{module}.bias"), &[n])?);
+            }
+            Ok(linear)
         };
-        let self_attn = SelfAttention {
+        let mut self_attn = SelfAttention {
             q_proj: linear("self_attn.q_proj", q, d)?,
             k_proj: linear("self_attn.k_proj", kv, d)?,
             v_proj: linear("self_attn.v_proj", kv, d)?,
             o_proj: linear("self_attn.o_proj", d, q)?,
+            q_norm: None,
+            k_norm: None,
         };
         let mlp = SwiGlu {
             gate_proj: linear("mlp.gate_proj", ffn, d)?,
             up_proj: linear("mlp.up_proj", ffn, d)?,
             down_proj: linear("mlp.down_proj", d, ffn)?,
         };
-        let mut norm = |part: &str| {
+        let mut norm = |part: &str, width: usize| {
             let name = format!("model.layers.{i}.{part}.weight");
-            values(&name, &[d]).map(|v| RmsNorm::from_values(v, eps, device))
+            values(&name, &[width]).map(|v| RmsNorm::from_values(v, eps, device))
         };
-        let input_layernorm = norm("input_layernorm")?;
-        let post_attention_layernorm = norm("post_attention_layernorm")?;
-        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp, kv: None })
+        let input_layernorm = norm("input_layernorm", d)?;
+        let post_attention_layernorm = norm("post_attention_layernorm", d)?;
+        if c.has_head_norms() {
+            self_attn.q_norm = Some(norm("self_attn.q_norm", c.head_dim)?);
+            self_attn.k_norm = Some(norm("self_attn.k_norm", c.head_dim)?);
+        }
+        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp, kv: None, window: c.window(i) })
     }
 
-    /// Excludes the norms from training.
-    pub fn freeze_norms(mut self) -> Self {
+    /// Excludes what is never quantized from training: norms and biases.
+    pub fn freeze_floats(mut self) -> Self {
         self.input_layernorm = self.input_layernorm.no_grad();
         self.post_attention_layernorm = self.post_attention_layernorm.no_grad();
+        self.self_attn.q_norm = self.self_attn.q_norm.map(Module::no_grad);
+        self.self_attn.k_norm = self.self_attn.k_norm.map(Module::no_grad);
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.freeze_bias());
         self
     }
 
@@ -200,8 +223,10 @@ impl Layer {
     /// Input `[b, t, heads * head_dim]` of o_proj, from that of q_proj, k_proj and v_proj.
     pub fn o_input(&self, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
         let a = &self.self_attn;
-        let qkv = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
-        ops::attention::attention(qkv, batch.shape, batch.rope.clone(), self.kv)
+        let [q, k, v] = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
+        let shape = AttentionShape { window: self.window, ..batch.shape };
+        let (q, k) = (norm_heads(a.q_norm.as_ref(), q, shape.d), norm_heads(a.k_norm.as_ref(), k, shape.d));
+        ops::attention::attention([q, k, v], shape, batch.rope.clone(), self.kv)
     }
 
     /// The residual stream after attention, from that before the layer and the input of o_proj.
@@ -261,6 +286,7 @@ impl Llama {
             stream += 1;
             let len = shape.iter().product();
             Ok::<_, std::convert::Infallible>(match shape.len() {
+                1 if name.ends_with(".bias") => vec![0.0; len],
                 1 => vec![1.0; len],
                 _ if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") => {
                     normal(len, residual, seed, stream)
@@ -333,12 +359,12 @@ impl Llama {
         Ok(Self { embed_tokens, layers, norm, lm_head, config: config.clone() })
     }
 
-    /// Excludes everything that is never quantized from training: embedding, norms and the head.
+    /// Excludes everything that is never quantized from training: embedding, norms, biases and the head.
     pub fn freeze_floats(mut self) -> Self {
         self.embed_tokens = self.embed_tokens.no_grad();
         self.norm = self.norm.no_grad();
         self.lm_head = self.lm_head.map(Module::no_grad);
-        self.layers = self.layers.into_iter().map(Layer::freeze_norms).collect();
+        self.layers = self.layers.into_iter().map(Layer::freeze_floats).collect();
         self
     }
 
@@ -537,7 +563,7 @@ impl Llama {
         out
     }
 
-    /// The norms of the layers by tensor name (`model.layers.0.input_layernorm.weight`), to change them.
+    /// The norms before the linears of the layers by tensor name (`model.layers.0.input_layernorm.weight`), to change them.
     pub fn norms_mut(&mut self) -> Vec<(String, &mut RmsNorm)> {
         let mut out = Vec::new();
         for (i, l) in self.layers.iter_mut().enumerate() {
@@ -567,6 +593,13 @@ const LINEARS: [&str; 7] = [
     "mlp.up_proj",
     "mlp.down_proj",
 ];
+
+/// `x [b, t, heads * d]`, each head normed, if there is a norm of them.
+fn norm_heads(norm: Option<&RmsNorm>, x: Tensor<3>, d: usize) -> Tensor<3> {
+    let Some(norm) = norm else { return x };
+    let [b, t, width] = x.dims();
+    norm.forward(x.reshape([b, t, width / d, d])).reshape([b, t, width])
+}
 
 /// The architecture of a checkpoint.
 fn llama_config(checkpoint: &Checkpoint) -> Result<&LlamaConfig, ModelError> {

@@ -64,9 +64,13 @@ fn config() -> LlamaConfig {
     }
 }
 
+/// The golden models.
+const ALL: [&str; 6] =
+    ["llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny"];
+
 #[test]
 fn logits_are_those_of_transformers() {
-    for folder in ["llama_tiny", "llama_tiny_untied"] {
+    for folder in ALL {
         let checkpoint = Checkpoint::open(&golden(folder)).unwrap();
         let tokens = std::fs::read_to_string(golden(folder).join("tokens.json")).unwrap();
         let tokens: Vec<Vec<i32>> = serde_json::from_str(&tokens).unwrap();
@@ -81,6 +85,95 @@ fn logits_are_those_of_transformers() {
                 assert!(worst(&got, want) < 4e-5, "{folder} {i}: {}", worst(&got, want));
             }
         }
+    }
+}
+
+/// The cases of `variants.json`: the weights of one folder under another config. A batch of two: the second begins as the first.
+#[test]
+fn f045_variants_of_the_config_give_the_logits_of_transformers() {
+    let cases: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("variants.json")).unwrap()).unwrap();
+    let logits = read("variants.safetensors");
+    let mut count = 0;
+    for case in cases.as_array().unwrap() {
+        let (name, base) = (case["name"].as_str().unwrap(), case["base"].as_str().unwrap());
+        count += 1;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(golden(base).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        std::fs::write(dir.path().join("config.json"), case["config"].to_string()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let vocab = case["config"]["vocab_size"].as_u64().unwrap() as usize;
+        let tokens: Vec<i32> = serde_json::from_value(case["tokens"].clone()).unwrap();
+        let rows: Vec<usize> = serde_json::from_value(case["rows"].clone()).unwrap();
+        let other: Vec<i32> = tokens.iter().enumerate().map(|(i, t)| if i < 90 { *t } else { (t + 1) % 50 }).collect();
+        for device in [Device::flex(), Device::flex().autodiff()] {
+            let model = Llama::from_checkpoint(&checkpoint, &device).unwrap();
+            let got = host(model.logits(Arc::new([tokens.clone(), other.clone()].concat()), 2));
+            let picked: Vec<f32> = rows.iter().flat_map(|r| got[r * vocab..][..vocab].to_vec()).collect();
+            // transformers' own f32 logits are up to 4.2e-5 off their f64 values here; so may ours be.
+            assert!(worst(&picked, &logits[name]) < 8.4e-5, "{name}: {}", worst(&picked, &logits[name]));
+            let second = &got[tokens.len() * vocab..];
+            assert!(worst(&got[..90 * vocab], &second[..90 * vocab]) < 8.4e-5, "{name}");
+        }
+    }
+    assert_eq!(count, 15);
+}
+
+/// Biases, norms of heads and windows pass gradients as in torch.
+#[test]
+fn gradients_of_every_architecture_are_those_of_torch() {
+    let device = Device::flex().autodiff();
+    for folder in ["qwen2_tiny", "qwen3_tiny", "mistral_tiny"] {
+        let model = Llama::from_checkpoint(&Checkpoint::open(&golden(folder)).unwrap(), &device).unwrap();
+        let bytes = std::fs::read(golden(folder).join("gradients.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let numbers = |name: &str| -> Vec<[u8; 4]> { file.tensor(name).unwrap().data().as_chunks::<4>().0.to_vec() };
+        let ids: Vec<i32> = numbers("batch").into_iter().map(i32::from_le_bytes).collect();
+        let labels = next_token_labels(&ids, 25);
+        let count = labels.iter().filter(|&&l| l != IGNORED).count();
+        let loss = model.loss(Arc::new(ids), Arc::new(labels), 2, count);
+        let got = gradients(&model, &loss.backward());
+        let first = f32::from_le_bytes(numbers("loss")[0]);
+        assert!((host(loss)[0] - first).abs() < 1e-5 * first, "{folder}");
+        let names: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_prefix("grad.")).collect();
+        let named = |part: &str| names.iter().any(|n| n.contains(part));
+        assert_eq!((named("q_proj.bias"), named("k_norm.weight")), (folder == "qwen2_tiny", folder == "qwen3_tiny"));
+        for name in names {
+            let want: Vec<f32> = numbers(&format!("grad.{name}")).into_iter().map(f32::from_le_bytes).collect();
+            let error = worst(&got[name], &want);
+            // The bias of k moves all scores of a query alike but for the rotation, so its gradient is what terms that nearly
+            // cancel leave: it is held against that of q's.
+            let size = largest(&want).max(if name.ends_with("k_proj.bias") { 1e-2 } else { 0.0 });
+            assert!(error < 1e-4 * size, "{folder} {name}: {error} of {}", largest(&want));
+        }
+    }
+}
+
+#[test]
+fn frozen_floats_leave_the_weights_of_linears_to_train() {
+    let device = Device::flex().autodiff();
+    for folder in ["qwen2_tiny", "qwen3_tiny"] {
+        let model = Llama::from_checkpoint(&Checkpoint::open(&golden(folder)).unwrap(), &device).unwrap();
+        let model = model.freeze_floats();
+        let ids: Vec<i32> = (0..20).collect();
+        let grads = model.loss(Arc::new(ids.clone()), Arc::new(next_token_labels(&ids, 10)), 2, 18).backward();
+        struct Collect<'a>(Vec<String>, &'a Gradients, Vec<String>);
+        impl ModuleVisitor for Collect<'_> {
+            fn enter_module(&mut self, name: &str, _container_type: &str) {
+                self.0.push(name.to_owned());
+            }
+            fn exit_module(&mut self, _name: &str, _container_type: &str) {
+                self.0.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if param.val().grad(self.1).is_some() {
+                    self.2.push(self.0.join("."));
+                }
+            }
+        }
+        let mut collect = Collect(Vec::new(), &grads, Vec::new());
+        model.visit(&mut collect);
+        assert_eq!(collect.2.len(), 21, "{:?}", collect.2);
+        assert!(collect.2.iter().all(|n| n.ends_with("_proj.weight")), "{:?}", collect.2);
     }
 }
 
@@ -291,7 +384,7 @@ fn c084_a_seed_decides_every_bit() {
 #[test]
 fn tensors_have_the_names_and_shapes_of_the_config_and_come_back() {
     let device = Device::flex();
-    for folder in ["llama_tiny", "llama_tiny_untied"] {
+    for folder in ALL {
         let checkpoint = Checkpoint::open(&golden(folder)).unwrap();
         let model = Llama::from_checkpoint(&checkpoint, &device).unwrap();
         let tensors = model.named_tensors();

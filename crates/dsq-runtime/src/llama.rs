@@ -1,5 +1,5 @@
 //! A Llama-like model on packed weights: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied
-//! head. Not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
+//! head; biases of qwen2, norms of heads of qwen3, attention windows. Not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
 //!
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
 //! sequence was cut into calls (see the orders in `dsq-kernels`).
@@ -7,7 +7,7 @@
 use crate::RuntimeError;
 use crate::cache::{KvCache, Scratch};
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig};
+use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{LayerCache, attend};
 use dsq_kernels::elementwise::{rms_norm, silu_mul};
 use dsq_kernels::fake_quant::fake_quant_rows;
@@ -31,6 +31,10 @@ pub enum Logits {
 struct Layer {
     input_norm: Vec<f32>,
     qkv: [Linear; 3],
+    /// Biases of q, k and v.
+    qkv_bias: [Option<Vec<f32>>; 3],
+    /// Norms of query and key heads, `[head_dim]` each.
+    head_norms: Option<[Vec<f32>; 2]>,
     o: Linear,
     post_norm: Vec<f32>,
     gate_up: [Linear; 2],
@@ -39,6 +43,8 @@ struct Layer {
     inputs: [Option<InputGrid>; 4],
     /// The grids on which the cache holds keys and values; `None`: as f32.
     kv: Option<KvGrid>,
+    /// Positions that a token sees; `None`: all before it.
+    window: Option<usize>,
 }
 
 /// A language model ready to run on the CPU.
@@ -76,7 +82,7 @@ impl LlamaRuntime {
             let head = if tied { None } else { Some(linear(model, "lm_head")?) };
             let layers = (0..config.num_hidden_layers)
                 .into_par_iter()
-                .map(|i| layer(model, i))
+                .map(|i| layer(model, &config, i))
                 .collect::<Result<Vec<_>, RuntimeError>>()?;
             Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
         })?;
@@ -109,16 +115,17 @@ impl LlamaRuntime {
     pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
         let c = &self.config;
         if tokens > c.max_position_embeddings {
-            return Err(RuntimeError::TooLong {
-                what: "context",
-                limit: c.max_position_embeddings,
-                of: "max_position_embeddings",
-                got: tokens,
-            });
+            let of = match c.rope_scaling {
+                Some(RopeScaling::Dynamic { .. }) => {
+                    "max_position_embeddings; dynamic rotary scaling would change the keys that are in the cache beyond it"
+                }
+                _ => "max_position_embeddings",
+            };
+            return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: tokens });
         }
-        let layer = |l: &Layer| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim, l.kv);
+        let layer = |l: &Layer| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim, l.kv).windowed(l.window);
         let layers = self.layers.iter().map(layer).collect();
-        let rope = RopeTable::new(tokens, c.head_dim, c.rope_theta);
+        let rope = RopeTable::new(tokens, &c.rotary());
         Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
     }
 
@@ -140,8 +147,10 @@ impl LlamaRuntime {
         if cache.layers.len() != self.layers.len() {
             return input(format!("expected a cache of {} layers, got {}", self.layers.len(), cache.layers.len()));
         }
-        if let Some((l, c)) = self.layers.iter().zip(&cache.layers).find(|(l, c)| l.kv != c.grid()) {
-            return input(format!("expected a cache of this model ({:?}), got one of another ({:?})", l.kv, c.grid()));
+        let differs = |(l, c): &(&Layer, &LayerCache)| (l.kv, l.window) != (c.grid(), c.window());
+        if let Some((l, c)) = self.layers.iter().zip(&cache.layers).find(differs) {
+            let (want, got) = ((l.kv, l.window), (c.grid(), c.window()));
+            return input(format!("expected a cache of this model ({want:?}), got one of another ({got:?})"));
         }
         let got = cache.len + tokens.len();
         if got > cache.capacity {
@@ -186,6 +195,19 @@ impl LlamaRuntime {
             quantize_rows(normed, h, qkv_input);
             let [wq, wk, wv] = &layer.qkv;
             matmul_many(&[wq, wk, wv], normed, m, &mut [q, k, v]);
+            for (bias, out) in layer.qkv_bias.iter().zip([&mut *q, &mut *k, &mut *v]) {
+                if let Some(bias) = bias {
+                    out.chunks_exact_mut(bias.len()).for_each(|row| add(row, bias));
+                }
+            }
+            if let Some(norms) = &layer.head_norms {
+                for (norm, heads) in norms.iter().zip([&mut *q, &mut *k]) {
+                    // `mixed` is free until attention writes it, and as wide as the queries.
+                    let out = &mut mixed[..heads.len()];
+                    rms_norm(heads, norm, c.rms_norm_eps, out);
+                    heads.copy_from_slice(out);
+                }
+            }
             for t in 0..m {
                 rope.rotate(&mut q[t * q_width..(t + 1) * q_width], past + t);
                 let at = t * kv_width..(t + 1) * kv_width;
@@ -227,11 +249,15 @@ impl LlamaRuntime {
         self.head.as_ref().unwrap_or(&self.embedding).matmul(normed, rows, &mut out[at..]);
     }
 
-    /// Bytes of weights in memory: packed linears, embedding, norms.
+    /// Bytes of weights in memory: packed linears, embedding, norms, biases.
     pub fn resident_bytes(&self) -> usize {
-        let norms: usize =
-            self.layers.iter().map(|l| l.input_norm.len() + l.post_norm.len()).sum::<usize>() + self.final_norm.len();
-        self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + norms * size_of::<f32>()
+        let floats = |l: &Layer| {
+            let biases: usize = l.qkv_bias.iter().flatten().map(Vec::len).sum();
+            let heads: usize = l.head_norms.iter().flatten().map(Vec::len).sum();
+            l.input_norm.len() + l.post_norm.len() + biases + heads
+        };
+        let floats = self.layers.iter().map(floats).sum::<usize>() + self.final_norm.len();
+        self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + floats * size_of::<f32>()
     }
 
     /// Bytes of weights that one decoded token reads: all of them, but of an untied embedding one row only.
@@ -240,11 +266,15 @@ impl LlamaRuntime {
         self.resident_bytes() - embedding
     }
 
-    /// Bytes that a decoded token reads of the cache for each position before it: keys and values of all layers.
-    pub fn kv_bytes_per_position(&self) -> usize {
+    /// Bytes that a decoded token reads of the cache where `positions` are filled: keys and values of all layers, as far as their
+    /// windows go.
+    pub fn kv_bytes(&self, positions: f64) -> f64 {
         let c = &self.config;
-        let of = |l: &Layer| if l.kv.is_some() { 1 } else { size_of::<f32>() };
-        2 * c.num_key_value_heads * c.head_dim * self.layers.iter().map(of).sum::<usize>()
+        let of = |l: &Layer| {
+            let bytes = if l.kv.is_some() { 1 } else { size_of::<f32>() };
+            bytes as f64 * l.window.map_or(positions, |w| positions.min(w as f64))
+        };
+        (2 * c.num_key_value_heads * c.head_dim) as f64 * self.layers.iter().map(of).sum::<f64>()
     }
 
     /// Modules and the kernel that each runs on, and why.
@@ -284,7 +314,7 @@ fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
         ModelConfig::Llama(config) => Ok(config),
         ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => Err(RuntimeError::Model {
             file: model.path().display().to_string(),
-            problem: "expected a language model (llama), got an image model".into(),
+            problem: "expected a language model, got an image model".into(),
         }),
     }
 }
@@ -316,7 +346,7 @@ fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
     }
 }
 
-fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
+fn layer(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Layer, RuntimeError> {
     let name = |part: &str| format!("model.layers.{i}.{part}");
     let get = |part: &str| linear(model, &name(part));
     // Layers that read one tensor read it in one form.
@@ -343,15 +373,24 @@ fn layer(model: &Checkpoint, i: usize) -> Result<Layer, RuntimeError> {
         input(&["mlp.gate_proj", "mlp.up_proj"])?,
         input(&["mlp.down_proj"])?,
     ];
+    let bias = |part: &str| -> Result<Option<Vec<f32>>, RuntimeError> {
+        let wanted = config.has_bias(&name(part));
+        Ok(if wanted { Some(model.read_f32(&name(&format!("{part}.bias")))?) } else { None })
+    };
+    let head_norm = |part: &str| model.read_f32(&name(&format!("self_attn.{part}.weight")));
+    let head_norms = if config.has_head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None };
     Ok(Layer {
         input_norm: model.read_f32(&name("input_layernorm.weight"))?,
         qkv: [get("self_attn.q_proj")?, get("self_attn.k_proj")?, get("self_attn.v_proj")?],
+        qkv_bias: [bias("self_attn.q_proj")?, bias("self_attn.k_proj")?, bias("self_attn.v_proj")?],
+        head_norms,
         o: get("self_attn.o_proj")?,
         post_norm: model.read_f32(&name("post_attention_layernorm.weight"))?,
         gate_up: [get("mlp.gate_proj")?, get("mlp.up_proj")?],
         down: get("mlp.down_proj")?,
         inputs,
         kv: model.kv_grid(i)?,
+        window: config.window(i),
     })
 }
 

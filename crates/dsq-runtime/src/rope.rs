@@ -1,4 +1,7 @@
-//! Rotary position embedding, Hugging Face convention (the two halves of a head rotate together). Not attention.
+//! Rotary position embedding, Hugging Face convention (the two halves of a head rotate together). Not attention, and not the
+//! angles, which come from the model's config.
+
+use dsq_checkpoint::Rotary;
 
 /// Cosines and sines of the positions `0..positions`.
 #[derive(Debug, Clone)]
@@ -9,14 +12,9 @@ pub(crate) struct RopeTable {
 }
 
 impl RopeTable {
-    /// Frequency `i` is `1 / theta^(2i/d)`; the angle is the f32 product of position and frequency, as in transformers.
-    pub(crate) fn new(positions: usize, d: usize, theta: f32) -> Self {
-        let half = d / 2;
-        let frequencies: Vec<f32> =
-            (0..half).map(|i| 1.0 / f64::from(theta).powf((2 * i) as f64 / d as f64) as f32).collect();
-        let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
-        let (sin, cos) = angles.map(|a| (a.sin() as f32, a.cos() as f32)).unzip();
-        Self { half, cos, sin }
+    pub(crate) fn new(positions: usize, rotary: &Rotary) -> Self {
+        let [cos, sin] = rotary.table(positions);
+        Self { half: rotary.frequencies.len(), cos, sin }
     }
 
     /// Rotates the heads of one token's row `[heads, d]` in place.
@@ -44,11 +42,12 @@ mod tests {
 
     #[test]
     fn position_zero_changes_nothing_and_a_quarter_turn_swaps_the_halves() {
-        let table = RopeTable::new(4, 4, 10_000.0);
+        let rotary = Rotary { frequencies: vec![1.0, 0.01], attention_factor: 1.0 };
+        let table = RopeTable::new(4, &rotary);
         let mut row = [1.0, 2.0, 3.0, 4.0];
         table.rotate(&mut row, 0);
         assert_eq!(row, [1.0, 2.0, 3.0, 4.0]);
-        // Frequencies 1 and 0.01; the pairs are (0, 2) and (1, 3).
+        // The pairs are (0, 2) and (1, 3).
         table.rotate(&mut row, 3);
         let (s, c) = 3f64.sin_cos();
         let (s2, c2) = 0.03f64.sin_cos();

@@ -9,7 +9,8 @@ use dsq_quant::{
     FloatType, Granularity, InputGrid, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
 };
 use dsq_train::ptq::{
-    Calibration, Factor, Hessian, PtqMethod, PtqOutcome, PtqSettings, Scaling, Tuning, gptq_quantize, quantize_llama,
+    Calibration, Factor, Hessian, PtqMethod, PtqNorm, PtqOutcome, PtqSettings, Scaling, Tuning, gptq_quantize,
+    quantize_llama,
 };
 use dsq_train::{TrainError, qat};
 use std::path::PathBuf;
@@ -143,7 +144,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 
 #[test]
 fn awq_moves_scales_without_changing_what_the_model_computes() {
-    for model in ["llama_tiny", "llama_tiny_untied"] {
+    for model in ["llama_tiny", "llama_tiny_untied", "qwen2_tiny", "qwen3_tiny", "mistral_tiny"] {
         let ckpt = golden(model);
         let float = logits(&ckpt, None, true);
         // Eight bits: what is left is rounding, so a scale that went missing would show.
@@ -172,6 +173,23 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
             for norm in &outcome.norms {
                 assert!(norm.values.iter().all(|v| norm.dtype.round(*v) == *v));
             }
+            // The bias of a scaled v follows its rows: without it the model would be another one.
+            let is_bias = |n: &PtqNorm| n.name.ends_with(".bias");
+            let (biases, norms): (Vec<PtqNorm>, Vec<PtqNorm>) = outcome.norms.iter().cloned().partition(is_bias);
+            assert_eq!(biases.is_empty(), model != "qwen2_tiny", "{biases:?}");
+            assert!(biases.iter().all(|b| b.name.ends_with("v_proj.bias")));
+            for bias in &biases {
+                let v = outcome.linears.iter().find(|l| bias.name == format!("{}.bias", l.module)).unwrap();
+                let rows = &v.rescale.as_ref().unwrap().rows;
+                let want = ckpt.read_f32(&bias.name).unwrap();
+                let want: Vec<f32> = want.iter().zip(rows).map(|(b, r)| bias.dtype.round(b * r)).collect();
+                assert!(bias.values == want && rows.iter().any(|r| *r != 1.0), "{}", bias.name);
+            }
+            if !biases.is_empty() {
+                let without = PtqOutcome { norms, ..outcome.clone() };
+                let without = distance(&float, &logits(&ckpt, Some(&without), true));
+                assert!(without > exact, "{model}: {without} against {exact}: biases matter");
+            }
             // With the scales taken out, the values are near the source's weights.
             for l in &outcome.linears {
                 let w = ckpt.linear(&l.module).unwrap().into_f32();
@@ -183,18 +201,30 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
 
 #[test]
 fn every_method_and_grid_stays_near_the_float_model() {
-    let ckpt = golden("llama_tiny");
+    every_method_stays_near("llama_tiny", &METHODS);
+}
+
+/// Biases, norms of heads and windows.
+#[test]
+fn every_method_stays_near_the_float_model_of_every_architecture() {
+    for model in ["qwen2_tiny", "qwen3_tiny", "mistral_tiny"] {
+        every_method_stays_near(model, &METHODS[4..7]);
+    }
+}
+
+fn every_method_stays_near(model: &str, methods: &[(PtqMethod, bool)]) {
+    let ckpt = golden(model);
     let float = logits(&ckpt, None, true);
     for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(16)] {
         for mapping in [Mapping::Symmetric, Mapping::Asymmetric] {
             let mut quant = config("W4A16", granularity, &["lm_head"]);
             quant.scheme.weights.mapping = mapping;
             quant.scheme.weights.observer = WeightObserver::Mse;
-            for method in METHODS {
+            for &method in methods {
                 let outcome = run(&ckpt, &quant, method, None);
                 outcome.linears.iter().for_each(|l| l.matrix.validate().unwrap());
                 let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
-                assert!(d < 0.6, "{method:?} {granularity:?} {mapping:?}: {d}");
+                assert!(d < 0.6, "{model} {method:?} {granularity:?} {mapping:?}: {d}");
             }
         }
     }

@@ -16,6 +16,7 @@ pub struct LayerCache {
     pub(super) kv_heads: usize,
     pub(super) d: usize,
     pub(super) blocks: usize,
+    pub(super) window: Option<usize>,
     pub(super) store: Store,
 }
 
@@ -36,7 +37,18 @@ impl LayerCache {
             None => Store::Floats { keys: Floats::zeroed(keys), values: Floats::zeroed(values) },
             Some(grid) => Store::Codes { grid, keys: Lines::zeroed(keys), values: Lines::zeroed(values) },
         };
-        Self { kv_heads, d, blocks, store }
+        Self { kv_heads, d, blocks, window: None, store }
+    }
+
+    /// With a window: a query sees its own position and the `window - 1` before it, at least its own. All positions stay in memory, so
+    /// that a sequence can be cut back to any length.
+    pub fn windowed(self, window: Option<usize>) -> Self {
+        Self { window, ..self }
+    }
+
+    /// How many positions a query sees; `None`: all up to its own.
+    pub fn window(&self) -> Option<usize> {
+        self.window
     }
 
     /// Positions that fit.

@@ -1,7 +1,8 @@
 //! Causal grouped-query attention over a block cache of keys and values. Not the projections, not the rotary embedding.
 //!
 //! - Shapes: queries `[m, heads, d]` at positions `past .. past + m`, output `[m, heads, d]`; head `h` reads the
-//!   key/value head `h / (heads / kv_heads)`; the query at position `p` sees positions `0..=p`.
+//!   key/value head `h / (heads / kv_heads)`; the query at position `p` sees positions `0..=p`, with a window `w` the last
+//!   `w` of them.
 //! - Layout: [`LayerCache`] (see `cache.rs`), f32 or one-byte codes with a scale for the keys and one for the values. A code
 //!   becomes `code value * scale`, one f32 product in registers, and from there on all is as for f32: a cache of codes gives the
 //!   bits of a float cache that holds [`dsq_quant::QuantArgs::dequantize`] of them.
@@ -9,7 +10,7 @@
 //! - Order: score = sum over d in increasing order, fused, then times `1 / sqrt(d)`; the maximum over the visible
 //!   positions is taken away; `exp` as in `elementwise`; the weights are summed in 16 lanes (lane = position mod 16),
 //!   folded in halves; output = (sum over positions in increasing order, fused) / that sum. One query's order knows
-//!   neither m nor `past` beyond its own position: a prompt in one piece, in chunks, or token by token gives the
+//!   neither m nor `past` beyond its own position (positions left of a window are not read, or weigh 0): a prompt in one piece, in chunks, or token by token gives the
 //!   same bits (zeros may differ in sign).
 //! - Cost: `2 * d` multiply-adds for each query and visible position; tiles of 4 queries x 4 blocks. Codes: a quarter of the
 //!   bytes, a conversion and a product for each sixteen of them and tile.
@@ -173,6 +174,9 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
     let (c, d) = (job.cache, job.cache.d);
     let kv = head / (job.heads / c.kv_heads);
     let seen = job.past + first + R;
+    // The first position that query r of the tile sees, and the block of that of the first query.
+    let start = |r: usize| c.window.map_or(0, |w| (job.past + first + r + 1).saturating_sub(w.max(1)));
+    let first_block = start(0) / LANES;
     let blocks = seen.div_ceil(LANES);
     let stride = (job.past + job.m).next_multiple_of(4 * LANES);
     let padded = d.next_multiple_of(LANES);
@@ -182,7 +186,7 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
             std::array::from_fn(|r| (job.q as *const f32).add(((first + r) * job.heads + head) * d));
         let keys = (job.keys as *const u8).add(kv * c.blocks * d * LANES * F::BYTES);
         let (block, scale) = (d * LANES * F::BYTES, S::splat(job.scales[0]));
-        let mut b = 0;
+        let mut b = first_block;
         while b + 4 <= blocks {
             score_blocks::<S, F, R, 4>(&q, keys.add(b * block), scale, d, scores.add(b * LANES), stride);
             b += 4;
@@ -193,7 +197,12 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
         }
         let mut sums = [0.0f32; R];
         for r in 0..R {
-            sums[r] = soften::<S>(scores.add(r * stride), job.past + first + r + 1, blocks * LANES);
+            sums[r] = soften::<S>(
+                scores.add(r * stride),
+                first_block * LANES,
+                start(r)..job.past + first + r + 1,
+                blocks * LANES,
+            );
         }
         let values = (job.values as *const u8).add(kv * c.capacity() * padded * F::BYTES);
         let mut at = 0;
@@ -203,7 +212,7 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
                 stride,
                 values.add(at * F::BYTES),
                 padded,
-                seen,
+                start(0)..seen,
                 &sums,
                 job,
                 head,
@@ -219,7 +228,7 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
                 stride,
                 values.add(at * F::BYTES),
                 padded,
-                seen,
+                start(0)..seen,
                 &sums,
                 job,
                 head,
@@ -264,26 +273,29 @@ unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
     }
 }
 
-/// Turns the first `seen` of `padded` scores into `exp(score - largest)`, the rest into 0, and returns the sum.
+/// Turns the scores of `seen` into `exp(score - largest)`, the rest from `from` on into 0, and returns the sum. `from` and `padded` are
+/// multiples of 16 around `seen`, which is not empty.
 #[inline(always)]
-unsafe fn soften<S: Simd>(scores: *mut f32, seen: usize, padded: usize) -> f32 {
-    // SAFETY: `scores` is writable for `padded` values, a multiple of 16 that is at least `seen`.
+unsafe fn soften<S: Simd>(scores: *mut f32, from: usize, seen: Range<usize>, padded: usize) -> f32 {
+    // SAFETY: `scores` is writable for `padded` values, and set from `from` on.
     unsafe {
         let row = std::slice::from_raw_parts_mut(scores, padded);
         // Masked places repeat the first score, which changes no maximum and stays finite in exp.
-        let any = row[0];
-        row[seen..].fill(any);
+        let any = row[seen.start];
+        row[from..seen.start].fill(any);
+        row[seen.end..].fill(any);
         let mut top = S::splat(any);
-        for i in (0..padded).step_by(LANES) {
+        for i in (from..padded).step_by(LANES) {
             top = S::max(S::load(scores.add(i)), top);
         }
         let top = S::splat(largest::<S>(top));
-        for i in (0..padded).step_by(LANES) {
+        for i in (from..padded).step_by(LANES) {
             S::store(scores.add(i), exp::<S>(S::sub(S::load(scores.add(i)), top)));
         }
-        row[seen..].fill(0.0);
+        row[from..seen.start].fill(0.0);
+        row[seen.end..].fill(0.0);
         let mut total = S::splat(0.0);
-        for i in (0..padded).step_by(LANES) {
+        for i in (from..padded).step_by(LANES) {
             total = S::add(total, S::load(scores.add(i)));
         }
         sum::<S>(total)
@@ -297,7 +309,7 @@ unsafe fn mix<S: Simd, F: Form, const R: usize, const W: usize>(
     stride: usize,
     values: *const u8,
     padded: usize,
-    seen: usize,
+    seen: Range<usize>,
     sums: &[f32; R],
     job: &Job<'_>,
     head: usize,
@@ -305,11 +317,11 @@ unsafe fn mix<S: Simd, F: Form, const R: usize, const W: usize>(
     at: usize,
     out: *mut f32,
 ) {
-    // SAFETY: `seen` positions of values; the output rows are the caller's.
+    // SAFETY: the positions `seen` of values; the output rows are the caller's.
     unsafe {
         let mut acc = [[S::splat(0.0); W]; R];
         let scale = S::splat(job.scales[1]);
-        for t in 0..seen {
+        for t in seen {
             let v: [S::V; W] =
                 std::array::from_fn(|w| F::load::<S>(values.add((t * padded + w * LANES) * F::BYTES), scale));
             for r in 0..R {

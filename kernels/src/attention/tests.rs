@@ -8,6 +8,7 @@ fn wave(len: usize, seed: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.0 - 1.0).collect()
 }
 
+#[derive(Clone, Copy)]
 struct Case {
     heads: usize,
     kv_heads: usize,
@@ -37,10 +38,12 @@ impl Case {
         cache
     }
 
-    fn exact(&self, q: &[f32], k: &[f32], v: &[f32], t: usize, head: usize) -> Vec<f64> {
+    fn exact(&self, q: &[f32], k: &[f32], v: &[f32], seen: Range<usize>, head: usize) -> Vec<f64> {
+        let t = seen.end - 1;
         let (d, kv) = (self.d, head / (self.heads / self.kv_heads));
         let at = |x: &[f32], t: usize, heads: usize, h: usize, i: usize| f64::from(x[(t * heads + h) * d + i]);
-        let scores: Vec<f64> = (0..=t)
+        let scores: Vec<f64> = seen
+            .clone()
             .map(|s| {
                 (0..d).map(|i| at(q, t, self.heads, head, i) * at(k, s, self.kv_heads, kv, i)).sum::<f64>()
                     / (d as f64).sqrt()
@@ -50,7 +53,10 @@ impl Case {
         let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
         let total: f64 = weights.iter().sum();
         (0..d)
-            .map(|i| weights.iter().enumerate().map(|(s, w)| w * at(v, s, self.kv_heads, kv, i)).sum::<f64>() / total)
+            .map(|i| {
+                let terms = weights.iter().zip(seen.clone());
+                terms.map(|(w, s)| w * at(v, s, self.kv_heads, kv, i)).sum::<f64>() / total
+            })
             .collect()
     }
 }
@@ -63,15 +69,20 @@ const CASES: [Case; 5] = [
     Case { heads: 2, kv_heads: 1, d: 128, positions: 130 },
 ];
 
+/// None, one position, ends within a block of 16 and at its edges, and longer than any sequence.
+const WINDOWS: [Option<usize>; 6] = [None, Some(1), Some(15), Some(16), Some(37), Some(1000)];
+
 #[test]
 fn close_to_f64_and_equal_on_every_path() {
-    for case in CASES {
+    for (case, window) in CASES.into_iter().flat_map(|c| WINDOWS.map(|w| (c, w))) {
         let (q, cache, k, v) = case.inputs();
+        let cache = cache.windowed(window);
         let mut first = vec![f32::NAN; q.len()];
         attend_on(Isa::Scalar, &cache, &q, case.heads, 0, &mut first);
         for t in 0..case.positions {
             for head in 0..case.heads {
-                let exact = case.exact(&q, &k, &v, t, head);
+                let start = window.map_or(0, |w| (t + 1).saturating_sub(w));
+                let exact = case.exact(&q, &k, &v, start..t + 1, head);
                 for i in 0..case.d {
                     let got = f64::from(first[(t * case.heads + head) * case.d + i]);
                     // |q| <= 3, |k|, |v| <= 1: a score is off by at most (d + 2) u * 3 sqrt(d), a weight by twice that plus
@@ -94,11 +105,17 @@ fn close_to_f64_and_equal_on_every_path() {
 
 #[test]
 fn chunks_and_single_tokens_give_the_bits_of_the_whole() {
-    for case in CASES {
+    for (case, window) in CASES.into_iter().flat_map(|c| WINDOWS.map(|w| (c, w))) {
         let (q, cache, ..) = case.inputs();
+        let cache = cache.windowed(window);
         let row = case.heads * case.d;
         let mut whole = vec![0.0; q.len()];
         attend(&cache, &q, case.heads, 0, &mut whole);
+        if window.is_some_and(|w| w >= case.positions) {
+            let mut all = vec![0.0; q.len()];
+            attend(&cache.clone().windowed(None), &q, case.heads, 0, &mut all);
+            assert!(same_bits(&all, &whole), "a window as long as the sequence is none");
+        }
         for chunk in [1, 3, 7, 16] {
             let mut out = vec![0.0; q.len()];
             for at in (0..case.positions).step_by(chunk) {

@@ -4,10 +4,10 @@
 //!   `h / (heads / kv_heads)`.
 //! - Formula: `q' = rope(q) / sqrt(d)`, `k' = rope(k)`, `p = softmax over j <= i of q'[i] . k'[j]`, output `p v`.
 //!   Rotary pairs are half a head apart (Hugging Face's layout). With a [`KvGrid`] `k'` and `v` are put on it first, as a KV
-//!   cache of codes holds them; the gradient passes straight through.
+//!   cache of codes holds them; the gradient passes straight through. With a window `w` position `i` sees `j` in `i - w < j <= i` only.
 //! - Order: one task for each sequence and kv head; the heads of a group and the blocks of rows go in order, so any
 //!   thread count gives the same bits. Products by the small matrix product of `conv::gemm`.
-//! - Cost: the probabilities of the forward pass are kept, `b * heads * t^2` floats.
+//! - Cost: that of full attention, with a window too; the probabilities of the forward pass are kept, `b * heads * t^2` floats.
 
 use super::exp::exp;
 use super::{lane_sum, vectorized};
@@ -32,6 +32,8 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// Width of a head; even.
     pub d: usize,
+    /// Positions that a token sees, its own and those right before it, at least its own; `None`: all.
+    pub window: Option<usize>,
 }
 
 /// Cosines and sines of the rotary positions.
@@ -43,14 +45,15 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// For positions `0..t` and heads of width `d`: angle `i * theta^(-2 j / d)`, frequencies in f32 as in
-    /// transformers, the angle's product in f32, its sine and cosine in f64.
-    pub fn new(t: usize, d: usize, theta: f32) -> Self {
+    /// From tables `[t, d / 2]` for positions `0..t` and heads of width `d`; where both are times a factor, so is what
+    /// [`Rope`] turns, and its gradient.
+    ///
+    /// # Panics
+    /// When the tables are not of one length, or of no whole rows.
+    pub fn new(d: usize, [cos, sin]: [Vec<f32>; 2]) -> Self {
         let half = d / 2;
-        let freq: Vec<f32> = (0..half).map(|j| 1.0 / theta.powf((2 * j) as f32 / d as f32)).collect();
-        let angle = |i: usize, j: usize| f64::from(i as f32 * freq[j]);
-        let table = |f: fn(f64) -> f64| (0..t * half).map(|n| f(angle(n / half, n % half)) as f32).collect();
-        Self { half, cos: table(f64::cos), sin: table(f64::sin) }
+        assert!(cos.len() == sin.len() && half > 0 && cos.len().is_multiple_of(half), "tables: [t, d / 2]");
+        Self { half, cos, sin }
     }
 
     /// Rotates `x` (one head at position `i`) times `scale` into `out`; `back` turns the other way.
@@ -195,7 +198,7 @@ impl Attention {
     /// # Panics
     /// When a slice is shorter than `shape` says, or `rope` was made for fewer tokens or another width.
     pub fn forward([q, k, v]: [&[f32]; 3], shape: &AttentionShape, rope: &Rope, grid: Option<&KvGrid>) -> Self {
-        let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let &AttentionShape { b, t, heads, kv_heads, d, window } = shape;
         let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<(Vec<f32>, Vec<f32>)> = (0..b * kv_heads)
@@ -215,7 +218,10 @@ impl Attention {
                         let a = Left { data: &q[i * d..], row: d, col: 1 };
                         gemm(a, Right { data: &kt, row: t }, p, t, [rows, end, d], false);
                         for (r, row) in p.chunks_exact_mut(t).enumerate() {
-                            softmax(&mut row[..end], i + r + 1);
+                            let seen = i + r + 1;
+                            let start = window.map_or(0, |w| seen.saturating_sub(w.max(1)));
+                            row[..start].fill(0.0);
+                            softmax(&mut row[start..end], seen - start);
                         }
                         gemm(Left { data: p, row: t, col: 1 }, v, &mut out[i * d..end * d], d, [rows, d, end], false);
                     }
@@ -244,7 +250,7 @@ impl Attention {
         rope: &Rope,
         grid: Option<&KvGrid>,
     ) -> AttentionGradients {
-        let &AttentionShape { b, t, heads, kv_heads, d } = shape;
+        let &AttentionShape { b, t, heads, kv_heads, d, .. } = shape;
         let v = values_on(v, grid);
         let group = shape.group();
         let parts: Vec<[Vec<f32>; 3]> = self

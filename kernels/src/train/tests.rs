@@ -218,7 +218,8 @@ fn reference_attention(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape, thet
             let g = h / (s.heads / s.kv_heads);
             for i in 0..s.t {
                 let qi = rope(&head(q, b, i, h, s.heads), i);
-                let scores: Vec<f64> = (0..=i)
+                let from = s.window.map_or(0, |w| (i + 1).saturating_sub(w));
+                let scores: Vec<f64> = (from..=i)
                     .map(|j| {
                         let kj = rope(&head(k, b, j, g, s.kv_heads), j);
                         (qi.iter().zip(kj).map(|(a, b)| a * b).sum::<f64>() / (s.d as f64).sqrt()).exp()
@@ -226,7 +227,7 @@ fn reference_attention(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape, thet
                     .collect();
                 let sum: f64 = scores.iter().sum();
                 for (j, p) in scores.iter().enumerate() {
-                    let vj = head(v, b, j, g, s.kv_heads);
+                    let vj = head(v, b, from + j, g, s.kv_heads);
                     for c in 0..s.d {
                         out[((b * s.t + i) * s.heads + h) * s.d + c] += p / sum * vj[c];
                     }
@@ -237,12 +238,27 @@ fn reference_attention(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape, thet
     out
 }
 
+/// The tables for base `theta`.
+fn rope(t: usize, d: usize, theta: f32) -> Rope {
+    let angle = |n: usize| (n / (d / 2)) as f64 * f64::from(theta).powf(-((2 * (n % (d / 2))) as f64) / d as f64);
+    let table = |f: fn(f64) -> f64| (0..t * d / 2).map(|n| f(angle(n)) as f32).collect();
+    Rope::new(d, [table(f64::cos), table(f64::sin)])
+}
+
 #[test]
 fn attention_matches_f64_and_its_gradient_the_slope() {
     // 37 tokens: two blocks of rows, the second short.
-    for (b, t, heads, kv_heads, d) in [(2, 37, 4, 2, 6), (1, 1, 2, 1, 4), (1, 5, 3, 3, 2)] {
-        let s = AttentionShape { b, t, heads, kv_heads, d };
-        let rope = Rope::new(t, d, 100.0);
+    for (b, t, heads, kv_heads, d, window) in [
+        (2, 37, 4, 2, 6, None),
+        (1, 1, 2, 1, 4, None),
+        (1, 5, 3, 3, 2, None),
+        (2, 37, 4, 2, 6, Some(5)),
+        (1, 37, 2, 1, 4, Some(33)),
+        (1, 5, 3, 3, 2, Some(1)),
+        (1, 5, 3, 3, 2, Some(9)),
+    ] {
+        let s = AttentionShape { b, t, heads, kv_heads, d, window };
+        let rope = rope(t, d, 100.0);
         let scaled = |n: usize, seed: u64| uniform(n, seed).iter().map(|v| v * 2.0).collect::<Vec<f32>>();
         let (q, k, v) =
             (scaled(b * t * heads * d, 8), scaled(b * t * kv_heads * d, 9), scaled(b * t * kv_heads * d, 10));
@@ -257,7 +273,7 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
         let loss = |o: Vec<f64>| o.iter().zip(&g).map(|(o, &g)| o * f64::from(g)).sum::<f64>();
         let (q64, k64, v64) = (wide(&q), wide(&k), wide(&v));
         check_gradient("v", &v, &d.v, &|v| loss(reference_attention(&q64, &k64, v, &s, 100.0)));
-        if t > 1 {
+        if t > 1 && window != Some(1) {
             check_gradient("q", &q, &d.q, &|q| loss(reference_attention(q, &k64, &v64, &s, 100.0)));
             check_gradient("k", &k, &d.k, &|k| loss(reference_attention(&q64, k, &v64, &s, 100.0)));
         }
@@ -269,11 +285,13 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
 #[test]
 fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
     use crate::attention::{LayerCache, attend};
-    let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6 };
-    let rope = Rope::new(s.t, s.d, 100.0);
+    let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6, window: None };
+    let rope = rope(s.t, s.d, 100.0);
     let (q, k, v) =
         (uniform(s.t * s.heads * s.d, 21), uniform(s.t * s.kv_heads * s.d, 22), uniform(s.t * s.kv_heads * s.d, 23));
-    for qtype in [QuantType::Int8, QuantType::Fp8E4M3] {
+    let windows = [None, Some(7), Some(1), Some(37)];
+    for (i, window) in windows.into_iter().chain(windows).enumerate() {
+        let (qtype, s) = ([QuantType::Int8, QuantType::Fp8E4M3][i / windows.len()], AttentionShape { window, ..s });
         let grid = KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 0.8, 0.5).unwrap();
         let run = Attention::forward([&q, &k, &v], &s, &rope, Some(&grid));
         // `rotated_keys` puts heads before positions; the kernel wants positions first.
@@ -287,7 +305,8 @@ fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
         };
         let rotated_q = by_position(AttentionShape { kv_heads: s.heads, ..s }.rotated_keys(&q, &rope), s.heads);
         let rotated_k = by_position(s.rotated_keys(&k, &rope), s.kv_heads);
-        let (mut cache, row) = (LayerCache::new(s.t, s.kv_heads, s.d, Some(grid)), s.kv_heads * s.d);
+        let cache = LayerCache::new(s.t, s.kv_heads, s.d, Some(grid)).windowed(window);
+        let (mut cache, row) = (cache, s.kv_heads * s.d);
         for t in 0..s.t {
             cache.put(t, &rotated_k[t * row..][..row], &v[t * row..][..row]);
         }
@@ -305,7 +324,9 @@ fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
             run.backward(&g, [&q, &k, &on_grid], &s, &rope, Some(&grid)),
         );
         assert!(bits(&a.q) == bits(&b.q) && bits(&a.k) == bits(&b.k) && bits(&a.v) == bits(&b.v), "{qtype:?}");
-        assert_ne!(bits(&a.q), bits(&run.backward(&g, [&q, &k, &v], &s, &rope, None).q), "not those of the float keys");
+        // (The one score of a window of 1 has no slope.)
+        let float = run.backward(&g, [&q, &k, &v], &s, &rope, None).q;
+        assert!(bits(&a.q) != bits(&float) || window == Some(1), "not those of the float keys");
     }
 }
 
@@ -356,8 +377,8 @@ fn any_thread_count_gives_the_same_bits() {
             let dw = rms_norm_gradient(&g, &x, &w, &inv, &mut dx);
             let labels: Vec<i32> = (0..m as i32).map(|i| i % d as i32).collect();
             let (loss, lse) = cross_entropy(&x, &labels, d);
-            let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32 };
-            let rope = Rope::new(100, 32, 1e4);
+            let s = AttentionShape { b: 3, t: 100, heads: 2, kv_heads: 1, d: 32, window: None };
+            let rope = rope(100, 32, 1e4);
             let kv = &x[..m * 32];
             let a = Attention::forward([&x, kv, &g[..m * 32]], &s, &rope, None);
             let back = a.backward(&g, [&x, kv, &g[..m * 32]], &s, &rope, None);

@@ -19,7 +19,7 @@ pub use convert::{convert_layers, fit_problem};
 use crate::config::fields::show;
 use crate::packed::{DiskFormat, Expected, expected_tensors};
 use crate::tensor::floats_from_bytes;
-use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearWeight, Severity, TensorData};
+use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearWeight, ModelConfig, Severity, TensorData};
 use dsq_quant::{
     FloatType, Mapping, QuantArgs, QuantType, QuantizedMatrix, pack_i32, pack_rows, packed_words, unpack_i32,
 };
@@ -303,7 +303,8 @@ fn group_order(
 pub(crate) fn is_zero_bias(ckpt: &Checkpoint, module: &str) -> bool {
     let columns = ckpt.quantization().is_some_and(|q| q.format != FolderFormat::CompressedTensors);
     let bias = || ckpt.read_f32(&format!("{module}.bias"));
-    columns && bias().is_ok_and(|b| !b.is_empty() && b.iter().all(|&x| x == 0.0))
+    let wanted = matches!(ckpt.config(), ModelConfig::Llama(c) if c.has_bias(module));
+    columns && !wanted && bias().is_ok_and(|b| !b.is_empty() && b.iter().all(|&x| x == 0.0))
 }
 
 /// What zero points and group indices say beyond their shapes, which were checked: small tensors, read when a model is opened.

@@ -1,15 +1,18 @@
-//! The config of a Llama-like model, in the keys of Hugging Face `transformers` (versions 4 and 5).
+//! The config of a Llama-like model (llama, qwen2, qwen3, mistral), in the keys of Hugging Face `transformers` (versions 4 and
+//! 5). Not the rotary keys (see `rope.rs`).
 
 use super::LinearSpec;
-use super::fields::{Fields, show};
+use super::fields::Fields;
+use super::rope::{self, RopeScaling};
 use crate::{CheckpointError, Fault, Severity};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases).
+/// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU). qwen2 has biases of q, k and v, qwen3 a
+/// norm of each query and key head, and qwen2, qwen3 and mistral may have attention windows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// `model_type`; always `llama` today.
+    /// `model_type`: `llama`, `qwen2`, `qwen3` or `mistral`.
     pub model_type: String,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -31,6 +34,11 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f32,
     /// Base of the rotary embedding.
     pub rope_theta: f32,
+    /// How its frequencies are scaled.
+    pub rope_scaling: Option<RopeScaling>,
+    /// How many positions a token of each layer sees, its own and those right before it; `None`: all. Empty where no layer
+    /// has a window.
+    pub windows: Vec<Option<usize>>,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Beginning-of-sequence token.
@@ -40,6 +48,14 @@ pub struct LlamaConfig {
     /// Padding token.
     pub pad_token_id: Option<u32>,
 }
+
+/// The architectures of this config: `model_type`, and the name in `architectures`.
+pub(super) const FAMILY: [(&str, &str); 4] = [
+    ("llama", "LlamaForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("mistral", "MistralForCausalLM"),
+];
 
 /// Keys that say nothing about what the model computes at inference.
 const WITHOUT_MEANING: [&str; 26] = [
@@ -72,7 +88,13 @@ const WITHOUT_MEANING: [&str; 26] = [
 ];
 
 impl LlamaConfig {
-    pub(super) fn from_fields(f: &Fields, file: &Path, faults: &mut Vec<Fault>) -> Result<Self, CheckpointError> {
+    /// Reads a config of the type `model_type`, one of [`FAMILY`]; what is absent is what it is in transformers 5.
+    pub(super) fn from_fields(
+        f: &Fields,
+        model_type: &str,
+        file: &Path,
+        faults: &mut Vec<Fault>,
+    ) -> Result<Self, CheckpointError> {
         let mut defaulted = Vec::new();
         let mut default = |key: &'static str, value: String| defaulted.push(format!("{key} = {value}"));
         let hidden_size = f.required("hidden_size", f.size("hidden_size"))?;
@@ -81,8 +103,21 @@ impl LlamaConfig {
         let num_attention_heads = f.required("num_attention_heads", f.size("num_attention_heads"))?;
         let vocab_size = f.required("vocab_size", f.size("vocab_size"))?;
         let num_key_value_heads = f.size("num_key_value_heads")?.unwrap_or_else(|| {
-            default("num_key_value_heads", format!("num_attention_heads = {num_attention_heads}"));
-            num_attention_heads
+            let fixed = match model_type {
+                "mistral" => Some(8),
+                "qwen2" | "qwen3" => Some(32),
+                _ => None,
+            };
+            match fixed.filter(|_| !f.has("num_key_value_heads")) {
+                Some(n) => {
+                    default("num_key_value_heads", n.to_string());
+                    n
+                }
+                None => {
+                    default("num_key_value_heads", format!("num_attention_heads = {num_attention_heads}"));
+                    num_attention_heads
+                }
+            }
         });
         if !num_attention_heads.is_multiple_of(num_key_value_heads) {
             return Err(f.error(
@@ -92,6 +127,10 @@ impl LlamaConfig {
         }
         let head_dim = match f.size("head_dim")? {
             Some(d) => d,
+            None if model_type == "qwen3" => {
+                default("head_dim", "128".into());
+                128
+            }
             None if hidden_size.is_multiple_of(num_attention_heads) => {
                 let d = hidden_size / num_attention_heads;
                 default("head_dim", format!("hidden_size / num_attention_heads = {d}"));
@@ -108,8 +147,13 @@ impl LlamaConfig {
             return Err(f.error("head_dim", format!("expected an even number (rotary pairs), got {head_dim}")));
         }
         let max_position_embeddings = f.size("max_position_embeddings")?.unwrap_or_else(|| {
-            default("max_position_embeddings", "2048".into());
-            2048
+            let n = match model_type {
+                "mistral" => 4096 * 32,
+                "qwen2" | "qwen3" => 32_768,
+                _ => 2048,
+            };
+            default("max_position_embeddings", n.to_string());
+            n
         });
         let rms_norm_eps = f.number("rms_norm_eps")?.unwrap_or_else(|| {
             default("rms_norm_eps", "1e-6".into());
@@ -126,24 +170,34 @@ impl LlamaConfig {
             default("tie_word_embeddings", "false".into());
             false
         });
-        let rope_theta = rope_theta(f)?.unwrap_or_else(|| {
+        let (rope_theta, rope_scaling) = rope::read(f, file)?;
+        let rope_theta = rope_theta.unwrap_or_else(|| {
             default("rope_theta", "10000".into());
             10000.0
         });
+        if matches!(rope_scaling, Some(RopeScaling::Dynamic { .. })) {
+            let what = format!(
+                "dynamic rotary scaling begins beyond max_position_embeddings = {max_position_embeddings}, which dsq refuses to run"
+            );
+            faults.push(Fault::new(Severity::Note, file, "rope_scaling", what));
+        }
         if f.get("hidden_act").is_none() {
             default("hidden_act", "silu".into());
         }
         f.only("hidden_act", &json!("silu"), "the only activation dsq has for this model")?;
-        f.only("attention_bias", &json!(false), "dsq's llama has no biases")?;
-        f.only("mlp_bias", &json!(false), "dsq's llama has no biases")?;
+        if model_type != "qwen2" {
+            // (qwen2 has biases of q, k and v and no such key.)
+            f.only("attention_bias", &json!(false), "dsq has biases of qwen2 only, of its q, k and v")?;
+        }
+        f.only("mlp_bias", &json!(false), "dsq has biases of qwen2 only, of its q, k and v")?;
         f.only("pretraining_tp", &json!(1), "tensor-parallel slicing is not supported")?;
         f.only("rope_interleaved", &json!(false), "rotary pairs are half a head apart")?;
         f.only("is_encoder_decoder", &json!(false), "the model is a decoder")?;
         f.only("add_cross_attention", &json!(false), "the model is a decoder")?;
         f.only("partial_rotary_factor", &json!(1.0), "the whole head is rotated")
             .or_else(|e| f.only("partial_rotary_factor", &json!(1), "the whole head is rotated").map_err(|_| e))?;
-        f.only("sliding_window", &Value::Null, "attention is full")?;
-        f.only("use_sliding_window", &json!(false), "attention is full")?;
+        f.only("use_mrope", &json!(false), "a position is one number")?;
+        let windows = read_windows(f, model_type, num_hidden_layers, &mut default)?;
         let bos_token_id = single(f, "bos_token_id", vocab_size)?;
         let pad_token_id = match f.integer("pad_token_id", -1..=i64::from(u32::MAX))? {
             Some(-1) => None,
@@ -156,7 +210,7 @@ impl LlamaConfig {
             faults.push(Fault::new(Severity::Note, file, "", what));
         }
         Ok(Self {
-            model_type: "llama".into(),
+            model_type: model_type.into(),
             hidden_size,
             intermediate_size,
             num_hidden_layers,
@@ -167,6 +221,8 @@ impl LlamaConfig {
             max_position_embeddings,
             rms_norm_eps,
             rope_theta,
+            rope_scaling,
+            windows,
             tie_word_embeddings,
             bos_token_id,
             eos_token_ids,
@@ -181,8 +237,11 @@ impl LlamaConfig {
             [one] => json!(one),
             many => json!(many),
         };
-        json!({
-            "architectures": ["LlamaForCausalLM"],
+        let mut rotary = rope::to_json(self.rope_scaling.as_ref());
+        rotary["rope_theta"] = json!(short(self.rope_theta));
+        let architecture = FAMILY.iter().find(|(t, _)| *t == self.model_type).map_or("", |(_, a)| a);
+        let mut out = json!({
+            "architectures": [architecture],
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -194,7 +253,7 @@ impl LlamaConfig {
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": short(self.rms_norm_eps),
             "rope_theta": short(self.rope_theta),
-            "rope_parameters": {"rope_type": "default", "rope_theta": short(self.rope_theta)},
+            "rope_parameters": rotary,
             "hidden_act": "silu",
             "attention_bias": false,
             "mlp_bias": false,
@@ -202,7 +261,51 @@ impl LlamaConfig {
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
-        })
+        });
+        // Not there without scaling, so that the digests of recipes stay what they were.
+        if self.rope_scaling.is_some() {
+            out["rope_scaling"] = rope::to_json(self.rope_scaling.as_ref());
+        }
+        if let (Value::Object(map), true) = (&mut out, self.model_type != "llama") {
+            map.remove("mlp_bias");
+            if self.model_type != "qwen3" {
+                map.remove("attention_bias");
+            }
+            self.write_windows(map);
+        }
+        out
+    }
+
+    /// The keys of windows, as the model's type spells them.
+    fn write_windows(&self, map: &mut Map<String, Value>) {
+        let window = self.windows.iter().copied().flatten().next();
+        map.insert("sliding_window".into(), json!(window));
+        if self.model_type != "mistral" {
+            let types = (0..self.num_hidden_layers).map(|i| match self.window(i) {
+                None => FULL,
+                Some(_) => SLIDING,
+            });
+            map.insert("use_sliding_window".into(), json!(window.is_some()));
+            let first = self.windows.iter().position(Option::is_some).unwrap_or(self.num_hidden_layers);
+            map.insert("max_window_layers".into(), json!(first));
+            map.insert("layer_types".into(), types.collect());
+        }
+    }
+
+    /// How many positions a token of layer `i` sees, its own and those right before it; `None`: all.
+    pub fn window(&self, i: usize) -> Option<usize> {
+        self.windows.get(i).copied().flatten()
+    }
+
+    /// Whether the linear layer `module` has a bias: q, k and v of qwen2.
+    pub fn has_bias(&self, module: &str) -> bool {
+        self.model_type == "qwen2" && ["q_proj", "k_proj", "v_proj"].iter().any(|p| module.ends_with(p))
+    }
+
+    /// Whether each query and key head is normed before it is rotated, by one weight for all query heads of a layer and one
+    /// for all key heads: qwen3.
+    pub fn has_head_norms(&self) -> bool {
+        self.model_type == "qwen3"
     }
 
     pub(super) fn linears(&self) -> Vec<LinearSpec> {
@@ -235,10 +338,71 @@ impl LlamaConfig {
         for i in 0..self.num_hidden_layers {
             out.push((format!("model.layers.{i}.input_layernorm.weight"), vec![d]));
             out.push((format!("model.layers.{i}.post_attention_layernorm.weight"), vec![d]));
+            if self.has_head_norms() {
+                let norms = ["q_norm", "k_norm"].map(|n| format!("model.layers.{i}.self_attn.{n}.weight"));
+                out.extend(norms.map(|name| (name, vec![self.head_dim])));
+            }
         }
+        let biased = self.linears().into_iter().filter(|l| self.has_bias(&l.module));
+        out.extend(biased.map(|l| (format!("{}.bias", l.module), vec![l.n()])));
         out.push(("model.norm.weight".to_owned(), vec![d]));
         out
     }
+}
+
+/// The names of `layer_types`.
+const FULL: &str = "full_attention";
+const SLIDING: &str = "sliding_attention";
+
+/// The window of each layer, empty where none has one: of mistral `sliding_window`, in all layers; of qwen2 and qwen3 where
+/// `use_sliding_window` says so, in those layers that `layer_types` names, or from `max_window_layers` on.
+fn read_windows(
+    f: &Fields,
+    model_type: &str,
+    layers: usize,
+    default: &mut dyn FnMut(&'static str, String),
+) -> Result<Vec<Option<usize>>, CheckpointError> {
+    if model_type == "llama" {
+        f.only("sliding_window", &Value::Null, "attention is full")?;
+        f.only("use_sliding_window", &json!(false), "attention is full")?;
+        return Ok(Vec::new());
+    }
+    let mut width = f.size("sliding_window")?;
+    let used = model_type == "mistral" || f.boolean("use_sliding_window")?.unwrap_or(false);
+    if used && !f.has("sliding_window") {
+        default("sliding_window", "4096".into());
+        width = Some(4096);
+    }
+    let width = width.filter(|_| used);
+    if model_type == "mistral" {
+        return Ok(width.map(|w| vec![Some(w); layers]).unwrap_or_default());
+    }
+    let first = f.integer("max_window_layers", 0..=i64::from(u32::MAX))?.map(|n| n as usize);
+    let windows: Vec<Option<usize>> = match f.strings("layer_types")? {
+        None => {
+            if width.is_some() && first.is_none() {
+                default("max_window_layers", "28".into());
+            }
+            (0..layers).map(|i| width.filter(|_| i >= first.unwrap_or(28))).collect()
+        }
+        Some(types) if types.len() != layers => {
+            let problem = format!("expected one for each of num_hidden_layers = {layers}, got {}", types.len());
+            return Err(f.error("layer_types", problem));
+        }
+        Some(types) => {
+            let one = |t: String| match (t.as_str(), width) {
+                (FULL, _) => Ok(None),
+                (SLIDING, Some(w)) => Ok(Some(w)),
+                (SLIDING, None) => {
+                    let problem = format!("expected {FULL:?} without a sliding_window that is in use, got {SLIDING:?}");
+                    Err(f.error("layer_types", problem))
+                }
+                _ => Err(f.error("layer_types", format!("expected {FULL:?} or {SLIDING:?}, got {t:?}"))),
+            };
+            types.into_iter().map(one).collect::<Result<_, _>>()?
+        }
+    };
+    Ok(if windows.iter().any(Option::is_some) { windows } else { Vec::new() })
 }
 
 /// The f64 whose shortest decimal form is that of `x`, so that a config shows 1e-5 and not 9.999999747378752e-6.
@@ -252,57 +416,5 @@ fn single(f: &Fields, key: &'static str, vocab: usize) -> Result<Option<u32>, Ch
         [] => Ok(None),
         [one] => Ok(Some(*one)),
         _ => Err(f.error(key, format!("expected one token id, got {ids:?}"))),
-    }
-}
-
-/// The base of the rotary embedding, from `rope_theta` (transformers 4) or `rope_parameters` (5). Any scaling is
-/// refused by name.
-fn rope_theta(f: &Fields) -> Result<Option<f32>, CheckpointError> {
-    let mut theta = f.number("rope_theta")?;
-    for key in ["rope_scaling", "rope_parameters"] {
-        let Some(value) = f.get(key) else { continue };
-        if key == "rope_scaling" && value.as_object().is_some_and(serde_json::Map::is_empty) {
-            continue;
-        }
-        let inner = match value {
-            Value::Object(map) => map,
-            _ => return Err(f.error(key, format!("expected an object or null, got {}", show(value)))),
-        };
-        for (k, v) in inner {
-            match k.as_str() {
-                "rope_type" | "type" if v == "default" => {}
-                "rope_theta" => {
-                    let here = v
-                        .as_f64()
-                        .filter(|x| x.is_finite())
-                        .ok_or_else(|| f.error(key, format!("rope_theta: expected a number, got {}", show(v))))?;
-                    if theta.is_some_and(|t| t != here) {
-                        let both = theta.unwrap_or_default();
-                        return Err(f.error(
-                            key,
-                            format!("rope_theta: contradicts the top-level key; expected {both}, got {here}"),
-                        ));
-                    }
-                    theta = Some(here);
-                }
-                "rope_type" | "type" => {
-                    let what = format!("{k}: rotary scaling is not supported; expected \"default\", got {}", show(v));
-                    return Err(f.error(key, what));
-                }
-                "partial_rotary_factor" if v.as_f64() == Some(1.0) => {}
-                _ => {
-                    return Err(f.error(
-                        key,
-                        format!("{k}: rotary scaling is not supported; expected no such key, got {}", show(v)),
-                    ));
-                }
-            }
-        }
-    }
-    match theta {
-        Some(t) if !(t >= 1.0 && t <= f64::from(f32::MAX)) => {
-            Err(f.error("rope_theta", format!("expected a number of at least 1, got {t}")))
-        }
-        t => Ok(t.map(|t| t as f32)),
     }
 }

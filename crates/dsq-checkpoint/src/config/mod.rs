@@ -5,10 +5,12 @@ mod efficientnet;
 pub(crate) mod fields;
 mod llama;
 mod resnet;
+mod rope;
 
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use llama::LlamaConfig;
 pub use resnet::ResNetConfig;
+pub use rope::{RopeScaling, Rotary, Yarn};
 
 use crate::json::parse_json;
 use crate::{CheckpointError, Fault};
@@ -40,7 +42,7 @@ impl LinearSpec {
 /// The architecture of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ModelConfig {
-    /// A Llama-like language model.
+    /// A Llama-like language model: llama, qwen2, qwen3 or mistral.
     Llama(LlamaConfig),
     /// dsq's own residual network for small images.
     ResNet(ResNetConfig),
@@ -74,21 +76,25 @@ impl ModelConfig {
             architectures.iter().all(|a| a == architecture) && model_type.is_none_or(|t| t == model)
         };
         let mut faults = Vec::new();
-        let config = if known("llama", "LlamaForCausalLM") && (model_type.is_some() || !architectures.is_empty()) {
-            Self::Llama(LlamaConfig::from_fields(&fields, file, &mut faults)?)
+        let language = llama::FAMILY.iter().find(|(model, architecture)| known(model, architecture));
+        let config = if let (Some((model, _)), true) = (language, model_type.is_some() || !architectures.is_empty()) {
+            Self::Llama(LlamaConfig::from_fields(&fields, model, file, &mut faults)?)
         } else if model_type == Some(ResNetConfig::MODEL_TYPE) && architectures.is_empty() {
             Self::ResNet(ResNetConfig::from_fields(&fields)?)
         } else if model_type == Some(EfficientNetConfig::MODEL_TYPE) && architectures.is_empty() {
             Self::EfficientNet(EfficientNetConfig::from_fields(&fields)?)
         } else {
             let (key, got) = match (model_type, architectures.first()) {
-                (Some("llama"), Some(a)) => ("architectures", a.as_str()),
+                (Some(t), Some(a)) if llama::FAMILY.iter().any(|(known, _)| *known == t) => {
+                    ("architectures", a.as_str())
+                }
                 (Some(t), _) => ("model_type", t),
                 (None, Some(a)) => ("architectures", a.as_str()),
                 (None, None) => ("model_type", "nothing"),
             };
             let problem = format!(
-                "architecture not supported; expected llama (LlamaForCausalLM), {} or {}, got {got}",
+                "architecture not supported; expected {}, {} or {}, got {got}",
+                llama::FAMILY.map(|(model, architecture)| format!("{model} ({architecture})")).join(", "),
                 ResNetConfig::MODEL_TYPE,
                 EfficientNetConfig::MODEL_TYPE,
             );

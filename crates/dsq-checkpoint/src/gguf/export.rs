@@ -122,6 +122,18 @@ impl<'a> GgufExport<'a> {
         let ModelConfig::Llama(config) = source.config() else {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
         };
+        if config.model_type != "llama" {
+            let problem =
+                format!("GGUF files hold models of type llama here; expected llama, got {}", config.model_type);
+            return usage("--format", problem);
+        }
+        if let Some(scaling) = &config.rope_scaling {
+            let problem = format!("GGUF files have no rotary scaling here; expected none, got {scaling:?}");
+            return usage("--format", problem);
+        }
+        if config.windows.iter().any(Option::is_some) {
+            return usage("--format", "GGUF files have no attention windows here; expected none, got some".into());
+        }
         let config = config.clone();
         let tensors = llama::expected_tensors(&config);
         let kinds: Vec<Kind> =

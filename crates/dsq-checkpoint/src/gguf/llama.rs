@@ -161,6 +161,8 @@ pub(crate) fn config(metadata: &Metadata, tensors: &[TensorEntry]) -> Result<Lla
         max_position_embeddings,
         rms_norm_eps: eps,
         rope_theta,
+        rope_scaling: None,
+        windows: Vec::new(),
         tie_word_embeddings: !tensors.iter().any(|t| t.name == "output.weight"),
         bos_token_id: ids.bos,
         eos_token_ids: ids.eos,

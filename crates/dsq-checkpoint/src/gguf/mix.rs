@@ -134,6 +134,8 @@ mod tests {
             max_position_embeddings: 64,
             rms_norm_eps: 1e-5,
             rope_theta: 1e4,
+            rope_scaling: None,
+            windows: Vec::new(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: vec![],

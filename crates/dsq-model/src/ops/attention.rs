@@ -107,7 +107,7 @@ pub(crate) fn attention(
     rope: Arc<Rope>,
     grid: Option<KvGrid>,
 ) -> Tensor<3> {
-    let AttentionShape { b, t, heads, kv_heads, d } = shape;
+    let AttentionShape { b, t, heads, kv_heads, d, .. } = shape;
     assert_eq!(q.dims(), [b, t, heads * d]);
     assert_eq!((k.dims(), v.dims()), ([b, t, kv_heads * d], [b, t, kv_heads * d]));
     Tensor::from_dispatch(<Dispatch as AttentionOps>::dsq_attention(

@@ -153,11 +153,14 @@ impl Run<'_> {
             return Ok(());
         }
         let mut student = Layer::from_checkpoint(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
-        // AWQ's scales, if there are such, lie in the norms.
+        // AWQ's scales, if there are such, lie in the norms and in the bias of v.
         student.input_layernorm.set_values(quantized.input_layernorm.values());
         student.post_attention_layernorm.set_values(quantized.post_attention_layernorm.values());
         self.quantize_inputs(&mut student);
-        student = student.freeze_norms();
+        for ((_, linear), (_, from)) in student.linears_mut().into_iter().zip(quantized.linears()) {
+            from.bias().into_iter().for_each(|bias| linear.set_bias(bias));
+        }
+        student = student.freeze_floats();
         for (part, linear) in student.linears_mut() {
             let module = self.module(part);
             let start = self.starts.iter().position(|(p, _)| *p == part).map(|i| self.starts.swap_remove(i).1);
@@ -251,6 +254,11 @@ impl Run<'_> {
         for (name, norm) in student.norms_mut() {
             if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == name) {
                 norm.set_values(changed.values.clone());
+            }
+        }
+        for (module, linear) in student.linears_mut() {
+            if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == format!("{module}.bias")) {
+                linear.set_bias(changed.values.clone());
             }
         }
         let mut student = quantize_inputs(student, self.settings.config, &self.outcome.inputs).freeze_floats();

@@ -142,8 +142,7 @@ impl Run<'_> {
             return Ok(());
         }
         let name = self.module(&format!("{name}.weight"));
-        let dtype = self.settings.float_dtype.or_else(|| self.checkpoint.dtype(&name).and_then(Dtype::float));
-        let dtype = dtype.unwrap_or(FloatType::F32);
+        let dtype = self.float_dtype(&name);
         let old = norm(layer).values();
         let consumers: Vec<Consumer> =
             parts.iter().zip(args).map(|(p, args)| Consumer { w: &work.of(p).original, args }).collect();
@@ -189,7 +188,22 @@ impl Run<'_> {
         work.of_mut(to).scale(None, Some(&s));
         h.divide_inputs(&s);
         work.put(layer, &[from, to]);
+        // What the rows make is divided with its bias.
+        for (part, linear) in layer.linears_mut() {
+            let Some(bias) = linear.bias().filter(|_| part == from) else { continue };
+            let name = self.module(&format!("{part}.bias"));
+            let dtype = self.float_dtype(&name);
+            let values: Vec<f32> = bias.iter().zip(&rows).map(|(b, r)| dtype.round(b * r)).collect();
+            linear.set_bias(values.clone());
+            self.outcome.norms.push(PtqNorm { name, values, dtype });
+        }
         Ok(())
+    }
+
+    /// The dtype that a float tensor will be stored in.
+    fn float_dtype(&self, name: &str) -> FloatType {
+        let stored = || self.checkpoint.dtype(name).and_then(Dtype::float);
+        self.settings.float_dtype.or_else(stored).unwrap_or(FloatType::F32)
     }
 }
 

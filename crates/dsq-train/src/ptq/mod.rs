@@ -142,12 +142,12 @@ impl Rescale {
     }
 }
 
-/// A norm weight that AWQ divided by the scales of the layers after it.
+/// A norm weight, or the bias of v_proj, that AWQ divided by the scales of the layers after it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PtqNorm {
     /// Tensor name.
     pub name: String,
-    /// The new weight, already rounded to `dtype`.
+    /// The new values, already rounded to `dtype`.
     pub values: Vec<f32>,
     /// The dtype it is to be stored in.
     pub dtype: FloatType,
@@ -158,7 +158,7 @@ pub struct PtqNorm {
 pub struct PtqOutcome {
     /// The layers that the scheme names, in the order of the model.
     pub linears: Vec<PtqLinear>,
-    /// Norms that AWQ or SmoothQuant changed.
+    /// Norms and biases that AWQ or SmoothQuant changed.
     pub norms: Vec<PtqNorm>,
     /// Static grids of the inputs of layers whose scheme has such, by module.
     pub inputs: Vec<(String, InputGrid)>,
@@ -169,7 +169,7 @@ pub struct PtqOutcome {
 }
 
 impl PtqOutcome {
-    /// The model that ships, in float: `float` with the values of the codes and the changed norms, and inputs as `config`
+    /// The model that ships, in float: `float` with the values of the codes and the changed norms and biases, and inputs as `config`
     /// has them.
     ///
     /// # Errors
