@@ -344,7 +344,7 @@ mod tests {
 
     /// Every stored tensor of `q` is byte for byte that of the case, and there is no other; and the way back gives `q`.
     fn assert_stored(file: &SafetensorsFile, name: &str, q: &QuantizedMatrix, also: usize) {
-        let ours = pack("m", &[q.n, q.k], q, None);
+        let ours = pack("m", &[q.n, q.k], q, DiskFormat::of(&q.args, None));
         let prefix = format!("{name}.");
         let theirs = file.names().filter(|t| t.strip_prefix(&prefix).is_some_and(|part| !part.contains('.'))).count();
         assert_eq!(ours.iter().filter(|t| t.name != "m.weight_shape").count() + also, theirs, "{name}");
@@ -436,7 +436,7 @@ mod tests {
         let row = |sign: f32| [1.0f32, 1.1, 1.2, 1.3].map(|x| x * sign);
         let w: Vec<f32> = (0..10).flat_map(|r| [row(if r % 3 == 0 { -1.0 } else { 1.0 }), row(1.0)].concat()).collect();
         let q = QuantizedMatrix::quantize(&w, 10, 8, args).unwrap();
-        let tensors = pack("m", &[10, 8], &q, None);
+        let tensors = pack("m", &[10, 8], &q, DiskFormat::of(&q.args, None));
         let zeros = tensors.iter().find(|t| t.name == "m.weight_zero_point").unwrap();
         let TensorData::I32 { shape, data } = &zeros.data else { panic!("packed") };
         assert_eq!(shape, &[2, 2]);

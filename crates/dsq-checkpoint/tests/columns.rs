@@ -314,7 +314,7 @@ fn damaged_gptq_folders_are_refused() {
             all.push(NamedTensor { name: format!("{MODULE}.weight"), data });
         })
     });
-    damaged(&["bias", "no biases"], &|f| {
+    damaged(&["bias", "no bias here"], &|f| {
         f.tensors(|all| {
             let data = TensorData::Float { shape: vec![32], data: vec![0.5; 32], dtype: FloatType::F16 };
             all.push(NamedTensor { name: format!("{MODULE}.bias"), data });

@@ -163,7 +163,8 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
             let ids = Arc::new((0..60).map(|i| i * 11 % 128).collect());
             let rounded = distance(&float, &host(rounded.logits(ids, 2)));
             assert!(
-                exact < 2.0 * rounded && rounded < 0.03,
+                // Steps of 1 in 127 of a group's largest: half a percent of a weight's size, a few of the logits'.
+                exact < 2.0 * rounded && rounded < 0.05,
                 "{model} {method:?} {float_dtype:?}: {exact}, rounding {rounded}"
             );
             if !outcome.norms.is_empty() {
