@@ -278,17 +278,21 @@ fn scheme_of(tensors: &[ExportTensor], ckpt: &Checkpoint, has_grids: bool) -> Re
     Ok(Some(config))
 }
 
+/// What of the source the output has no place for, for `--json`.
+fn add_dropped(object: &mut serde_json::Value, kv_scales: usize, input_grids: usize) {
+    for (key, n) in [("dropped_kv_scales", kv_scales), ("dropped_input_grids", input_grids)] {
+        if n > 0 {
+            object[key] = n.into();
+        }
+    }
+}
+
 fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize, inputs: usize) {
     let size: u64 = proof.bytes.values().sum();
     if global.json {
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
         let mut object = json!({"out": args.out, "bytes": proof.bytes, "rows": [row]});
-        if dropped > 0 {
-            object["dropped_kv_scales"] = dropped.into();
-        }
-        if inputs > 0 {
-            object["dropped_input_grids"] = inputs.into();
-        }
+        add_dropped(&mut object, dropped, inputs);
         output::line(object.to_string());
         return;
     }

@@ -103,12 +103,7 @@ impl FolderWriter {
     /// [`CheckpointError::Io`] (4).
     pub fn create(out: &Path, overwrite: bool, bytes_needed: u64) -> Result<Self, CheckpointError> {
         let replaces = Self::check(out, overwrite)?;
-        let real = resolve(out);
-        let dir = parent(&real);
-        std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
-        check_space(dir, bytes_needed)?;
-        remove_leftovers(&real);
-        let temp = sibling(&real)?;
+        let (real, temp) = begin(out, bytes_needed)?;
         std::fs::create_dir(&temp).map_err(|e| CheckpointError::io(out, "create a folder beside it", e))?;
         let writer = Self { out: real, temp, replaces, committed: false };
         set_mode(&writer.temp, existing_mode(&writer.out))?;
@@ -254,12 +249,7 @@ impl FileWriter {
         bytes_needed: u64,
     ) -> Result<Self, CheckpointError> {
         Self::check(out, overwrite, magic)?;
-        let real = resolve(out);
-        let dir = parent(&real);
-        std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
-        check_space(dir, bytes_needed)?;
-        remove_leftovers(&real);
-        let temp = sibling(&real)?;
+        let (real, temp) = begin(out, bytes_needed)?;
         let file = OpenOptions::new().write(true).create_new(true).open(&temp);
         let file = file.map_err(|e| CheckpointError::io(out, "create a file beside it", e))?;
         let writer = Self { out: real, temp, file, committed: false };
@@ -302,6 +292,18 @@ impl Drop for FileWriter {
             let _ = std::fs::remove_file(&self.temp);
         }
     }
+}
+
+/// Makes the way for an output of `bytes_needed` bytes: the folder that will hold it, room, no leftovers. Gives its real path and
+/// that of the temporary sibling, which is not there yet.
+fn begin(out: &Path, bytes_needed: u64) -> Result<(PathBuf, PathBuf), CheckpointError> {
+    let real = resolve(out);
+    let dir = parent(&real);
+    std::fs::create_dir_all(dir).map_err(|e| CheckpointError::io(dir, "create the folder", e))?;
+    check_space(dir, bytes_needed)?;
+    remove_leftovers(&real);
+    let temp = sibling(&real)?;
+    Ok((real, temp))
 }
 
 /// File name endings that a model folder holds; a folder with anything else is never replaced.

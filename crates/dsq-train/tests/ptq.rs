@@ -146,6 +146,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 fn awq_moves_scales_without_changing_what_the_model_computes() {
     for model in ["llama_tiny", "llama_tiny_untied", "qwen2_tiny", "qwen3_tiny", "mistral_tiny"] {
         let ckpt = golden(model);
+        let layers = Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap().config().num_hidden_layers as f64;
         let float = logits(&ckpt, None, true);
         // Eight bits: what is left is rounding, so a scale that went missing would show.
         let methods = METHODS.into_iter().filter(|(_, awq)| *awq);
@@ -163,8 +164,8 @@ fn awq_moves_scales_without_changing_what_the_model_computes() {
             let ids = Arc::new((0..60).map(|i| i * 11 % 128).collect());
             let rounded = distance(&float, &host(rounded.logits(ids, 2)));
             assert!(
-                // Steps of 1 in 127 of a group's largest: half a percent of a weight's size, a few of the logits'.
-                exact < 2.0 * rounded && rounded < 0.05,
+                // 3% for two layers; errors of more layers add up like their number's root.
+                exact < 2.0 * rounded && rounded < 0.03 * (layers / 2.0).sqrt(),
                 "{model} {method:?} {float_dtype:?}: {exact}, rounding {rounded}"
             );
             if !outcome.norms.is_empty() {

@@ -66,12 +66,7 @@ fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Optio
                 "relative_error": loss.relative_error,
             });
         }
-        if scales > 0 {
-            object["dropped_kv_scales"] = scales.into();
-        }
-        if inputs > 0 {
-            object["dropped_input_grids"] = inputs.into();
-        }
+        super::add_dropped(&mut object, scales, inputs);
         output::line(object.to_string());
         return;
     }
