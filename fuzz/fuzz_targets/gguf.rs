@@ -6,10 +6,7 @@ use dsq_checkpoint::Checkpoint;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("f.gguf");
-    std::fs::write(&path, bytes).expect("room in the temporary folder");
-    match Checkpoint::open(&path) {
+    match Checkpoint::open(&dsq_fuzz::file("f.gguf", bytes)) {
         Err(e) => assert_eq!(e.exit_code(), 3, "{e}"),
         Ok(model) => {
             for name in model.names() {

@@ -6,9 +6,7 @@ use dsq_checkpoint::{Checkpoint, read_pytorch};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("f.pth");
-    std::fs::write(&path, bytes).expect("room in the temporary folder");
+    let path = dsq_fuzz::file("f.pth", bytes);
     if let Err(e) = read_pytorch(&path) {
         assert_eq!(e.exit_code(), 3, "{e}");
     }

@@ -1,15 +1,12 @@
 //! Any bytes as a safetensors file: a file whose tensors can all be read, or an error of exit code 3; never a panic. Not a
-//! model folder (see `config.rs`).
+//! model folder (see `config.rs`, `folder.rs`).
 #![no_main]
 
 use dsq_checkpoint::SafetensorsFile;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("f.safetensors");
-    std::fs::write(&path, bytes).expect("room in the temporary folder");
-    match SafetensorsFile::open(&path) {
+    match SafetensorsFile::open(&dsq_fuzz::file("f.safetensors", bytes)) {
         Err(e) => assert_eq!(e.exit_code(), 3, "{e}"),
         Ok(file) => {
             for name in file.names() {

@@ -7,6 +7,7 @@ mod command;
 mod efficientnet;
 mod float_coded;
 mod gguf;
+mod io_faults;
 mod kv_cache;
 mod llama_bound;
 mod model_files;
