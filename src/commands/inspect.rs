@@ -40,7 +40,8 @@ fn bits(bytes: u64, weights: u64) -> f64 {
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let ckpt = Checkpoint::open(&args.model)?;
     let rows = rows(&ckpt)?;
-    let faults = ckpt.faults();
+    let mut faults = ckpt.faults();
+    faults.extend(ckpt.missing_files());
     let kinds = kinds(&rows);
     if global.json {
         output::line(as_json(&args, &ckpt, &rows, &kinds, &faults).to_string());

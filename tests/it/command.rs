@@ -48,3 +48,8 @@ pub fn cached(name: &str) -> Option<PathBuf> {
 pub fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
+
+/// Faults above a note in what `dsq inspect --json` says.
+pub fn faults_of(seen: &serde_json::Value) -> Vec<&serde_json::Value> {
+    seen["faults"].as_array().unwrap().iter().filter(|f| f["severity"] != "note").collect()
+}

@@ -1,7 +1,7 @@
 //! `dsq export --format gguf` and recipes that train on the blocks of a GGUF file, as a person runs them. The files by themselves
 //! are dsq-checkpoint's tests (`gguf_export.rs`); llama.cpp's answers are tests/conformance.
 
-use crate::command::{cached, dsq, fails, text, works};
+use crate::command::{cached, dsq, fails, faults_of, text, works};
 use dsq_checkpoint::Checkpoint;
 use dsq_runtime::{LlamaRuntime, Logits};
 use serde_json::Value;
@@ -42,8 +42,10 @@ fn a_file_runs_as_its_dequantized_weights_do() {
             let inspected: Value =
                 serde_json::from_str(&String::from_utf8(dsq(&["inspect", text(&out), "--json"]).stdout).unwrap())
                     .unwrap();
-            let faults = inspected["faults"].as_array().unwrap();
-            assert!(faults.iter().all(|f| f["field"] == "tokenizer.ggml.model"), "{faults:?}");
+            let faults = faults_of(&inspected);
+            // No matrix of these is wide enough for a block of Q4_K, which the name of the file promises.
+            let known = |f: &Value| f["field"] == "tokenizer.ggml.model" || ty == "Q4_K_M" && f["field"] == "";
+            assert!(faults.into_iter().all(known), "{inspected}");
         }
     }
 }

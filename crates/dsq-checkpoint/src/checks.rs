@@ -1,5 +1,5 @@
 //! Checks of a whole model: the tensors that the config calls for exist with the right types and shapes (made at
-//! open), and a lint over the values (made by `dsq inspect`).
+//! open), and every value can be read (asked by `dsq inspect`). Not signs in values that are legal (see `lint.rs`).
 
 use crate::checkpoint::hex_sha256;
 use crate::columns::{self, FolderFormat};
@@ -8,7 +8,10 @@ use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
 use crate::packed::{WEIGHT_PARTS, expected_tensors};
-use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, ModelConfig, PROOF_FILE, Severity, printable};
+use crate::{
+    Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, LinearWeight, ModelConfig, PROOF_FILE, Severity, lint,
+    printable,
+};
 use dsq_quant::{InputGrid, Mapping};
 use serde_json::Value;
 use std::collections::HashSet;
@@ -336,8 +339,10 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
     for name in ckpt.names() {
         let codes = [".weight_packed", ".weight", ".qweight"].iter().find_map(|part| name.strip_suffix(part));
         if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
-            if let Err(e) = ckpt.linear(module).and_then(|_| ckpt.activation(module)) {
-                faults.push(fault_of(ckpt, &name, &e));
+            match ckpt.linear(module).and_then(|weight| ckpt.activation(module).map(|_| weight)) {
+                Ok(LinearWeight::Quantized(matrix)) => faults.extend(lint::codes(ckpt, &name, &matrix)),
+                Ok(LinearWeight::Float { .. }) => {}
+                Err(e) => faults.push(fault_of(ckpt, &name, &e)),
             }
             continue;
         }
@@ -351,6 +356,7 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             Err(e) => faults.push(fault_of(ckpt, &name, &e)),
         }
     }
+    faults.extend(lint::model(ckpt));
     faults
 }
 

@@ -15,6 +15,7 @@ pub mod gguf;
 mod groups;
 mod json;
 mod kv_cache;
+mod lint;
 mod packed;
 mod pytorch;
 mod quantization;
