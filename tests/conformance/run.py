@@ -695,6 +695,51 @@ def smollm2_logits(ctx, name):
     return compare_logits(ctx.dsq.logits(out, ctx.smollm2_ids), theirs, EXPORT_BOUND)
 
 
+def onnx_model(ctx, folder, name, case=None):
+    """A float tiny model, perhaps under another config, or one that `dsq quantize` made of it."""
+    if case is not None:
+        import shutil
+        folder = ctx.work / f"onnx-variant-{case['name']}"
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copy(GOLDEN / case["base"] / "model.safetensors", folder)
+            (folder / "config.json").write_text(json.dumps(case["config"]))
+    flags = onnx_checks.LM_EXPORTS.get(name)
+    return folder if flags is None else ctx.dsq.quantize(folder, f"onnx-{folder.name}-{name}", flags)
+
+
+def onnx_logits(ctx, folder, name, more=(), case=None):
+    ctx.need_onnx()
+    sequences = [case["tokens"], case["tokens"][:60]] if case else json.loads((folder / "tokens.json").read_text())
+    model = onnx_model(ctx, folder, name, case)
+    out = ctx.work / f"{model.name}-{name}{''.join(more)}.onnx"
+    return onnx_checks.lm_logits(ctx, expect, model, out, sequences, more)
+
+
+def onnx_resnet(ctx):
+    """A ResNet-8 of a few steps: INT4 weights and inputs, and the float one."""
+    ctx.need_onnx()
+    run = ctx.work / "onnx-resnet"
+    if not run.exists():
+        recipe = ROOT / "recipes" / "fashion-resnet-w4a4.toml"
+        few = ["train.seeds=[1]", "train.steps=60", "qat.steps=20", "qat.freeze_bn_step=12", "qat.freeze_ranges_step=12"]
+        ctx.dsq("train", recipe, "--out", run, *[part for setting in few for part in ("--set", setting)])
+    return run
+
+
+def onnx_images(ctx, name):
+    ctx.need_onnx()
+    weights, pictures = ctx.need_lite0()
+    out = ctx.dsq.quantize(weights, f"onnx-lite0-{name}", ["--calib", pictures, *onnx_checks.IMAGE_EXPORTS[name]])
+    return onnx_checks.image_difference(ctx, expect, ctx.images, out, weights, ctx.work / f"onnx-lite0-{name}.onnx")
+
+
+def onnx_images_float(ctx):
+    ctx.need_onnx()
+    weights, _ = ctx.need_lite0()
+    return onnx_checks.image_float(ctx, expect, ctx.images, weights, ctx.work / "onnx-lite0.onnx")
+
+
 def checks():
     for tiny in TINY + OTHERS:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)

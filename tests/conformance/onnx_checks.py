@@ -1,0 +1,172 @@
+"""Checks of `dsq export --format onnx` in onnxruntime on the CPU: what the graph computes against dsq's runtime. run.py calls them.
+
+No torch here: numpy, onnx and onnxruntime."""
+
+import json
+
+import numpy as np
+
+# Flags of `dsq quantize`.
+LM_EXPORTS = {
+    "w4-g32": ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"],
+    "w4-g32-asym-bf16": ["--scheme", "W4A16", "--group-size", "32", "--asymmetric", "--scale-dtype", "bf16"],
+    "w4-g16-asym": ["--scheme", "W4A16", "--group-size", "16", "--asymmetric", "--scale-dtype", "f32"],
+    "w4-channel": ["--scheme", "W4A16", "--granularity", "channel", "--scale-dtype", "f32"],
+    "w8-g32": ["--scheme", "W8A16", "--group-size", "32", "--scale-dtype", "f32"],
+    "w8-channel-asym": ["--scheme", "W8A16", "--granularity", "channel", "--asymmetric", "--scale-dtype", "f32"],
+    "w3-g32": ["--scheme", "W3A16", "--group-size", "32", "--scale-dtype", "f32"],
+    "w2-g32-asym": ["--scheme", "W2A16", "--group-size", "32", "--asymmetric", "--scale-dtype", "f32"],
+}
+# `dsq quantize` of the image models; the first list is of EfficientNet-Lite0, by calibration on pictures.
+IMAGE_EXPORTS = {
+    "w8a8": ["--scheme", "W8A8"],
+    "w4a8-equalized": ["--scheme", "W4A8", "--equalize", "--correct-bias"],
+}
+# Shares of the change that quantization itself makes (root mean square of the logits) by which onnxruntime may differ from the
+# runtime of an image model: see `image_difference`.
+IMAGE_BOUND = 0.1
+
+
+def lm_bound(folder):
+    """Largest |difference| over largest |logit|. Both sides sum in f32 in an order of their own: a sum of k products is off by at most
+    k 2^-24 of the sum of their magnitudes, on each side. Chained over four products a layer and the head."""
+    c = json.loads((folder / "config.json").read_text())
+    heads = c["num_attention_heads"] * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
+    longest = max(c["hidden_size"], c["intermediate_size"], heads)
+    return 2 * (4 * c["num_hidden_layers"] + 1) * longest * 2.0 ** -24
+
+
+class Lm:
+    """A language model of `dsq export --format onnx`."""
+
+    def __init__(self, path, config):
+        import onnx
+        import onnxruntime
+        onnx.checker.check_model(str(path), full_check=False)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 2
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.inputs = {i.name: i.shape for i in self.session.get_inputs()}
+        self.outputs = [o.name for o in self.session.get_outputs()]
+        self.vocab = config["vocab_size"]
+
+    def empty(self, batch):
+        shapes = {n: s for n, s in self.inputs.items() if n.startswith("past_key_values.")}
+        return {n: np.zeros((batch, s[1], 0, s[3]), np.float32) for n, s in shapes.items()}
+
+    def __call__(self, ids, mask=None, past=None):
+        """Logits `[batch, sequence, vocab]`, and the past with these tokens appended."""
+        ids = np.asarray(ids, np.int64)
+        past = self.empty(len(ids)) if past is None else past
+        if mask is None:
+            before = next(iter(past.values())).shape[2]
+            mask = np.ones((len(ids), before + ids.shape[1]))
+        feed = {"input_ids": ids, "attention_mask": np.asarray(mask, np.int64), **past}
+        out = dict(zip(self.outputs, self.session.run(None, feed)))
+        return out["logits"], {n.replace("present", "past_key_values"): v for n, v in out.items() if n != "logits"}
+
+
+def difference(ours, theirs):
+    return float(max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True)))
+
+
+def lm_paths(model, sequences):
+    """The logits of every sequence, run in four ways: as a whole; the last tokens one by one on a past; the second half at once on a
+    past; and all in one batch, padded on the left, each in two parts."""
+    whole = [model([s])[0][0] for s in sequences]
+    steps, halves = [], []
+    for s in sequences:
+        logits, past = model([s[:-4]])
+        rows = [logits[0]]
+        for token in s[-4:]:
+            logits, past = model([[token]], past=past)
+            rows.append(logits[0])
+        steps.append(np.concatenate(rows))
+        at = len(s) // 2
+        first, past = model([s[:at]])
+        second, _ = model([s[at:]], past=past)
+        halves.append(np.concatenate([first[0], second[0]]))
+    longest = max(map(len, sequences))
+    ids = np.array([[0] * (longest - len(s)) + s for s in sequences])
+    mask = np.array([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
+    at = longest - 3
+    first, past = model(ids[:, :at], mask[:, :at])
+    second, _ = model(ids[:, at:], mask, past)
+    padded = [row[-len(s):] for row, s in zip(np.concatenate([first, second], 1), sequences)]
+    return {"whole": whole, "one by one": steps, "two halves": halves, "padded batch": padded}
+
+
+def lm_logits(ctx, expect, folder, out, sequences, more=(), sizes=""):
+    """`folder`: what is exported; `out`: the file. dsq's runtime gives the reference."""
+    config = json.loads((folder / "config.json").read_text())
+    ctx.dsq("export", folder, "--out", out, "--format", "onnx", *more)
+    reference = [np.asarray(t) for t in ctx.dsq.logits(folder, sequences)]
+    model, bound = Lm(out, config), lm_bound(folder)
+    found = {way: difference(logits, reference) for way, logits in lm_paths(model, sequences).items()}
+    figure = ", ".join(f"{way} {worst:.1e}" for way, worst in found.items())
+    return expect(max(found.values()) <= bound, f"{sizes}max |difference| / max |logit| (bound {bound:.1e}): {figure}")
+
+
+def image_session(path, optimized):
+    import onnx
+    import onnxruntime
+    onnx.checker.check_model(str(path), full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def image_inputs(shape, count):
+    """Smooth random pictures, about as large as normalized ones."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((count, *shape))
+    for axis in (2, 3):
+        for _ in range(6):
+            x = (np.roll(x, 1, axis) + x + np.roll(x, -1, axis)) / 3
+    return (x / np.abs(x).std()).astype(np.float32)
+
+
+def image_logits(ctx, binary, model, x):
+    """dsq's runtime: the example `image_logits` of dsq-runtime."""
+    import hashlib
+    import subprocess
+    from safetensors.numpy import load_file, save_file
+    tag = hashlib.sha256(f"{model}".encode()).hexdigest()[:12]
+    given, out = ctx.work / f"images-{tag}.safetensors", ctx.work / f"image-logits-{tag}.safetensors"
+    save_file({"images": x}, given)
+    subprocess.run([binary, str(model), str(given), str(out)], check=True, capture_output=True)
+    return load_file(out)["logits"]
+
+
+def image_difference(ctx, expect, binary, model, float_model, out):
+    """onnxruntime computes in f32 on the values of the codes, dsq in integers: a sum differs by rounding (2^-24 of it), which moves a
+    code of the next layer by one where a value lies that near the middle between two. One code in a million is a change far below
+    that of rounding all of them, which quantization is: so the bound is a share of the latter. A wrong scale, pad or order of channels
+    changes more than quantization does. With optimizations onnxruntime rounds biases and outputs to grids of its own."""
+    ctx.dsq("export", model, "--out", out, "--format", "onnx")
+    session = image_session(out, False)
+    shape = session.get_inputs()[0].shape
+    x = image_inputs(shape[1:], 24)
+    ours = image_logits(ctx, binary, model, x)
+    change = np.sqrt(np.mean((ours - image_logits(ctx, binary, float_model, x)) ** 2))
+    figures = []
+    for optimized in (False, True):
+        theirs = image_session(out, optimized).run(None, {"pixel_values": x})[0]
+        share = float(np.sqrt(np.mean((ours - theirs) ** 2)) / change)
+        same = int((ours.argmax(1) == theirs.argmax(1)).sum())
+        name = "optimized" if optimized else "as written"
+        figures.append(f"{name}: {share:.1e} of what quantization changes, same class {same}/{len(x)}")
+        if not optimized or share <= IMAGE_BOUND:
+            expect(share <= IMAGE_BOUND and same == len(x), f"{figures[-1]} (bound {IMAGE_BOUND})")
+    return "; ".join(figures)
+
+
+def image_float(ctx, expect, binary, model, out):
+    ctx.dsq("export", model, "--out", out, "--format", "onnx")
+    session = image_session(out, True)
+    x = image_inputs(session.get_inputs()[0].shape[1:], 16)
+    ours, theirs = image_logits(ctx, binary, model, x), session.run(None, {"pixel_values": x})[0]
+    worst, same = difference([theirs], [ours]), int((ours.argmax(1) == theirs.argmax(1)).sum())
+    return expect(worst <= 1e-4 and same == len(x), f"max |difference| / max |logit| {worst:.1e} (bound 1e-4), same class {same}/{len(x)}")
