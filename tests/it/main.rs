@@ -10,6 +10,7 @@ mod gguf;
 mod kv_cache;
 mod llama_bound;
 mod model_files;
+mod onnx;
 mod parity_architectures;
 mod parity_cnn;
 mod parity_llama;

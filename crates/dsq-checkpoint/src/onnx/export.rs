@@ -226,3 +226,82 @@ pub(super) fn file_name(path: &Path) -> String {
 pub(super) fn hash(bytes: &[u8]) -> String {
     hex_sha256(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ExportTensor, export_folder};
+    use dsq_quant::{Granularity, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+
+    /// The proof can fail: one changed bit of any tensor in the file beside the model, of whatever kind, and one changed bit
+    /// anywhere in the model, is told or makes the file unreadable.
+    #[test]
+    fn a_file_that_differs_in_one_bit_is_not_proven() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, out) = (dir.path().join("m"), dir.path().join("m.onnx"));
+        let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":32,"intermediate_size":48,
+            "num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":8,"vocab_size":9,
+            "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":false}"#;
+        let config = ModelConfig::from_json(text, Path::new("config.json")).unwrap();
+        let args = QuantArgs {
+            mapping: dsq_quant::Mapping::Asymmetric,
+            ..QuantArgs::int4(Granularity::PerGroup(16), FloatType::F32)
+        };
+        let scheme = QuantConfig::new(QuantScheme { weights: args, activations: None }, &["lm_head".into()]).unwrap();
+        let values = |n: usize| (0..n).map(|i| (i as f32 * 0.37 + 0.1).sin()).collect::<Vec<f32>>();
+        let mut layers = Vec::new();
+        let linears = config.linears().into_iter().map(|l| (format!("{}.weight", l.module), l.shape));
+        for (name, shape) in linears.chain(config.other_tensors()) {
+            let data = values(shape.iter().product());
+            layers.push(match name.strip_suffix(".weight").and_then(|m| scheme.scheme_for(m).map(|_| m)) {
+                Some(module) if name.contains("_proj") => ExportTensor::Linear {
+                    module: module.into(),
+                    matrix: QuantizedMatrix::quantize(&data, shape[0], shape[1], args).unwrap(),
+                    shape,
+                    activation: None,
+                    source: None,
+                },
+                _ => ExportTensor::Float { name, shape, data, dtype: FloatType::Bf16 },
+            });
+        }
+        export_folder(&model, &config, layers, Some(&scheme), vec![], false).unwrap();
+        let ckpt = Checkpoint::open(&model).unwrap();
+        let options = OnnxOptions { single_file_limit: 0, overwrite: true, dtype: None };
+        let export = || OnnxExport::new(&ckpt, &out, options.clone()).unwrap();
+        export().write(&mut || ()).unwrap();
+        let (export, data) = (export(), data_path(&out));
+        let open = || Read::open(&out, Some(&data), "m.onnx.data");
+        let written = open().unwrap();
+        let proven = || {
+            let Ok(read) = open() else { return false };
+            read.model == written.model && prove(&read, &export.source, &export.graph).is_ok()
+        };
+        assert!(proven());
+        let whole = std::fs::read(&data).unwrap();
+        let number = |t: &TensorProto, key: &str| t.external(key).and_then(|v| v.parse::<usize>().ok());
+        let mut checked = 0;
+        for t in written.graph().unwrap().initializer.iter().filter(|t| t.data_location == Some(1)) {
+            let (start, len) = (number(t, "offset").unwrap(), number(t, "length").unwrap());
+            for at in (start..start + len).step_by(97) {
+                let mut changed = whole.clone();
+                changed[at] ^= 1 << (at % 8);
+                std::fs::write(&data, &changed).unwrap();
+                assert!(!proven(), "{:?} byte {at}", t.name);
+            }
+            checked += 1;
+        }
+        assert!(checked >= 7, "{checked} tensors beside the model");
+        std::fs::write(&data, &whole[..whole.len() - 1]).unwrap();
+        assert!(!proven());
+        std::fs::write(&data, &whole).unwrap();
+        let model = std::fs::read(&out).unwrap();
+        for at in 0..model.len() {
+            let mut changed = model.clone();
+            changed[at] ^= 1 << (at % 8);
+            std::fs::write(&out, &changed).unwrap();
+            assert!(!proven(), "byte {at} of {}", model.len());
+        }
+        std::fs::write(&out, &model).unwrap();
+        assert!(proven());
+    }
+}

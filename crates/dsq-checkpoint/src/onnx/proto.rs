@@ -227,3 +227,89 @@ pub(super) struct OperatorSetIdProto {
     #[prost(int64, optional, tag = "2")]
     pub(super) version: Option<i64>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The file of `tests/golden/onnx/make_golden.py`, in our structs.
+    fn golden() -> ModelProto {
+        let text = |s: &str| Some(s.to_owned());
+        let tensor = |name: &str, ty: DataType, dims: &[i64], raw: &[u8]| TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(ty as i32),
+            name: text(name),
+            raw_data: Some(raw.to_vec()),
+            ..TensorProto::default()
+        };
+        let info = |name: &str, dims: [Result<i64, &str>; 2]| {
+            let dim =
+                |d: Result<i64, &str>| DimensionProto { dim_value: d.ok(), dim_param: d.err().map(str::to_owned) };
+            let shape = TensorShapeProto { dim: dims.into_iter().map(dim).collect() };
+            let tensor_type = Some(TensorTypeProto { elem_type: Some(1), shape: Some(shape) });
+            ValueInfoProto { name: text(name), r#type: Some(TypeProto { tensor_type }) }
+        };
+        let node = |inputs: &[&str], output: &str, op: &str, attribute, domain| NodeProto {
+            input: inputs.iter().map(|&s| s.to_owned()).collect(),
+            output: vec![output.to_owned()],
+            name: text(output),
+            op_type: text(op),
+            attribute,
+            domain,
+        };
+        let sizes = vec![AttributeProto::int("K", 16), AttributeProto::int("N", 2)];
+        let external = [("location", "tiny.onnx.data"), ("offset", "4096"), ("length", "2400")];
+        let beside = TensorProto {
+            dims: vec![2, 300],
+            data_type: Some(1),
+            name: text("beside"),
+            external_data: external.map(|(k, v)| entry(k, v)).to_vec(),
+            data_location: Some(1),
+            raw_data: None,
+        };
+        let graph = GraphProto {
+            node: vec![
+                node(&["x", "codes", "scales"], "product", "MatMulNBits", sizes, text(MICROSOFT)),
+                node(&["product"], "y", "Transpose", vec![AttributeProto::ints("perm", &[1, 0])], None),
+            ],
+            name: text("tiny"),
+            initializer: vec![
+                tensor("codes", DataType::Uint8, &[2, 1, 8], &(0..16).collect::<Vec<u8>>()),
+                tensor("four", DataType::Int4, &[3], &[0x78, 0x0f]),
+                tensor("scales", DataType::Float, &[2, 1], &[0.5f32.to_le_bytes(), (-1f32).to_le_bytes()].concat()),
+                beside,
+            ],
+            input: vec![info("x", [Err("batch"), Ok(16)])],
+            output: vec![info("y", [Ok(2), Err("batch")])],
+        };
+        let opset = |domain: &str, version| OperatorSetIdProto { domain: text(domain), version: Some(version) };
+        ModelProto {
+            ir_version: Some(IR_VERSION),
+            producer_name: text("golden"),
+            producer_version: text("1"),
+            graph: Some(graph),
+            opset_import: vec![opset("", OPSET), opset(MICROSOFT, 1)],
+            metadata_props: vec![entry("key", "value")],
+        }
+    }
+
+    #[test]
+    fn a_file_of_the_python_package_is_read_and_written_byte_for_byte() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/onnx/tiny.onnx");
+        let bytes = std::fs::read(path).unwrap();
+        assert_eq!(ModelProto::decode(bytes.as_slice()).unwrap(), golden());
+        assert_eq!(golden().encode_to_vec(), bytes);
+    }
+
+    #[test]
+    fn broken_messages_are_errors() {
+        let bytes = golden().encode_to_vec();
+        for end in 1..bytes.len() {
+            // (An end between two fields is a message.)
+            let _ = ModelProto::decode(&bytes[..end]);
+        }
+        assert!(ModelProto::decode(&bytes[..bytes.len() - 1]).is_err());
+        assert!(ModelProto::decode(&[0xff; 12][..]).is_err());
+        assert!(DataType::of(22) == Some(DataType::Int4) && DataType::of(4).is_none());
+    }
+}
