@@ -23,18 +23,18 @@ IMAGE_EXPORTS = {
     "w8a8": ["--scheme", "W8A8"],
     "w4a8-equalized": ["--scheme", "W4A8", "--equalize", "--correct-bias"],
 }
-# Shares of the change that quantization itself makes (root mean square of the logits) by which onnxruntime may differ from the
-# runtime of an image model: see `image_difference`.
-IMAGE_BOUND = 0.1
+# Of image models: see `image_difference`.
+INTEGER_BOUND = 2e-5
+IMAGE_BOUND = 0.7
 
 
 def lm_bound(folder):
-    """Largest |difference| over largest |logit|. Both sides sum in f32 in an order of their own: a sum of k products is off by at most
+    """Largest |difference| over largest |logit|: EXPORT_BOUND of run.py, or what can be derived if that is less. Both sides sum in f32 in an order of their own: a sum of k products is off by at most
     k 2^-24 of the sum of their magnitudes, on each side. Chained over four products a layer and the head."""
     c = json.loads((folder / "config.json").read_text())
     heads = c["num_attention_heads"] * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
     longest = max(c["hidden_size"], c["intermediate_size"], heads)
-    return 2 * (4 * c["num_hidden_layers"] + 1) * longest * 2.0 ** -24
+    return min(1e-4, 2 * (4 * c["num_hidden_layers"] + 1) * longest * 2.0 ** -24)
 
 
 class Lm:
@@ -151,30 +151,100 @@ def image_logits(ctx, binary, model, x):
     from safetensors.numpy import load_file, save_file
     tag = hashlib.sha256(f"{model}".encode()).hexdigest()[:12]
     given, out = ctx.work / f"images-{tag}.safetensors", ctx.work / f"image-logits-{tag}.safetensors"
-    save_file({"images": x}, given)
+    save_file({"images": np.ascontiguousarray(x)}, given)
     subprocess.run([binary, str(model), str(given), str(out)], check=True, capture_output=True)
     return load_file(out)["logits"]
 
 
+def image_integers(path, x):
+    """The logits of a graph in QDQ form by the arithmetic of dsq's runtime: codes less zero points are multiplied and summed as integers,
+    times the product of the two scales, plus the bias, each rounded to f32; a zero point is added before rounding."""
+    import onnx
+    import torch
+    from onnx import numpy_helper
+    graph = onnx.load(str(path)).graph
+    values = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    values = {n: v.astype(np.int8) if v.dtype.itemsize == 1 else v for n, v in values.items()}
+    limits = {t.name: (-8, 7) if t.data_type == onnx.TensorProto.INT4 else (-128, 127) for t in graph.initializer}
+    values["pixel_values"] = x
+    codes = {}
+
+    def product(node, of):
+        """Exact sums of `of` on codes, or on values where there are none, and what they are multiplied with."""
+        left, right = (codes.get(n, (values[n], np.float32(1))) for n in node.input[:2])
+        both = node.input[0] in codes and node.input[1] in codes
+        if not both:
+            left, right = ((values[n], np.float32(1)) for n in node.input[:2])
+        sums = of(*(torch.from_numpy(np.asarray(v, np.float64)) for v in (left[0], right[0]))).numpy().astype(np.float32)
+        scale = np.broadcast_to(np.float32(right[1]) * np.float32(left[1]), sums.shape[1:2]).reshape(1, -1, *[1] * (sums.ndim - 2))
+        out = sums * scale
+        if len(node.input) > 2:
+            out = out + values[node.input[2]].reshape(scale.shape)
+        return out
+
+    for node in graph.node:
+        given = [values.get(n) for n in node.input]
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        match node.op_type:
+            case "QuantizeLinear":
+                low, high = limits[node.input[2]]
+                out = np.rint(np.clip(given[0] / given[1] + np.float32(given[2]), low, high))
+            case "DequantizeLinear":
+                zero = given[2] if len(given) > 2 else np.int8(0)
+                shape = (-1,) + (1,) * (given[0].ndim - 1) if given[1].ndim else ()
+                less = given[0].astype(np.float32) - zero.astype(np.float32).reshape(shape if zero.ndim else ())
+                codes[node.output[0]] = (less, given[1])
+                out = less * given[1].reshape(shape)
+            case "Conv":
+                (top, left, bottom, right), stride = attributes["pads"], attributes["strides"]
+                out = product(node, lambda x, w: torch.nn.functional.conv2d(
+                    torch.nn.functional.pad(x, (left, right, top, bottom)), w, stride=stride, groups=attributes["group"]))
+            case "Gemm":
+                out = product(node, lambda x, w: x @ w.T)
+            case "GlobalAveragePool":
+                pixels = given[0].reshape(*given[0].shape[:2], -1)
+                out = (np.cumsum(pixels, -1, dtype=np.float32)[..., -1:] * np.float32(1 / pixels.shape[2]))[..., None]
+            case "Flatten":
+                out = given[0].reshape(len(given[0]), -1)
+            case "Clip":
+                out = np.clip(given[0], given[1], given[2])
+            case "Relu":
+                out = np.maximum(given[0], np.float32(0))
+            case "Add":
+                out = given[0] + given[1]
+            case "Min":
+                out = np.minimum(given[0], given[1])
+            case "Identity":
+                out = given[0]
+            case other:
+                raise ValueError(f"no {other} here")
+        values[node.output[0]] = out
+    return values["logits"]
+
+
 def image_difference(ctx, expect, binary, model, float_model, x, out):
-    """onnxruntime computes in f32 on the values of the codes, dsq in integers: a sum differs by rounding (2^-24 of it), which moves a
-    code of the next layer by one where a value lies that near the middle between two. One code in many thousands is a change far
-    below that of rounding all of them, which quantization is: so the bound is a share of the latter. A wrong scale, pad or order of
-    channels changes as much as quantization does, or more. As written the graph must keep the bound and every class; with its
-    optimizations onnxruntime rounds biases and outputs to grids of its own, and what that changes is printed."""
+    """Read as integers (`image_integers`) the graph must give dsq's logits to the last bits: codes, scales, grids, pads and order are
+    the same. (Layers in float are summed in another order: 2e-5 of the largest logit.)
+
+    onnxruntime computes in f32 on the values of the codes: a sum differs by its rounding, which moves a code of the next layer by one
+    where a value lies that near the middle between two, and what is moved moves others. Two such computations differ less than two
+    independent roundings would, sqrt(2) of what rounding changes at all. With its optimizations onnxruntime rounds biases and outputs
+    to grids of its own; that is printed only."""
     ctx.dsq("export", model, "--out", out, "--format", "onnx")
     ours = image_logits(ctx, binary, model, x)
     change = np.sqrt(np.mean((ours - image_logits(ctx, binary, float_model, x)) ** 2))
-    figures = []
+    few = 600_000 // x[0].size
+    exact = difference([image_integers(out, x[:few])], [ours[:few]])
+    figures = [f"as integers: max |difference| / max |logit| {exact:.1e} (bound {INTEGER_BOUND:.0e})"]
+    expect(exact <= INTEGER_BOUND, figures[0])
     for optimized in (False, True):
         theirs = image_session(out, optimized).run(None, {"pixel_values": x})[0]
         share = float(np.sqrt(np.mean((ours - theirs) ** 2)) / change)
         same = int((ours.argmax(1) == theirs.argmax(1)).sum())
-        equal = int((np.abs(ours - theirs).max(1) <= 1e-4 * np.abs(ours).max()).sum())
-        figures.append(f"{'optimized' if optimized else 'as written'}: {share:.1e} of what quantization changes,"
-                       f" same class {same}/{len(x)}, equal logits {equal}/{len(x)}")
+        figures.append(f"onnxruntime {'optimized' if optimized else 'as written'}: {share:.1e} of what quantization changes,"
+                       f" same class {same}/{len(x)}")
         if not optimized:
-            expect(share <= IMAGE_BOUND and same == len(x), f"{figures[-1]} (bound {IMAGE_BOUND})")
+            expect(share <= IMAGE_BOUND, f"{figures[-1]} (bound {IMAGE_BOUND})")
     return "; ".join(figures)
 
 

@@ -697,6 +697,18 @@ def smollm2_logits(ctx, name):
     return compare_logits(ctx.dsq.logits(out, ctx.smollm2_ids), theirs, EXPORT_BOUND)
 
 
+def smollm2_onnx(ctx, name=None):
+    """In float the file's tensors lie beside it."""
+    ctx.need_onnx()
+    source, sequences = ctx.need_gguf(), [[(i * 37 + j * 11) % 49000 for i in range(40 - 9 * j)] for j in range(3)]
+    folder = ctx.work / "onnx-smollm2"
+    if name is None:
+        ctx.dsq("export", source, "--out", folder, "--format", "safetensors")
+    else:
+        folder = ctx.dsq.quantize(source, f"onnx-smollm2-{name}", SMOLLM2_EXPORTS[name])
+    return onnx_checks.lm_logits(ctx, expect, folder, ctx.work / f"{folder.name}.onnx", sequences)
+
+
 def onnx_model(ctx, folder, name, case=None):
     """A float tiny model, perhaps under another config, or one that `dsq quantize` made of it."""
     if case is not None:
@@ -792,6 +804,8 @@ def checks():
     yield "gguf-tokenizer smollm2", gguf_tokenizer
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
+    yield "onnx-logits smollm2", smollm2_onnx
+    yield "onnx-logits smollm2 w4a16-g64", lambda ctx: smollm2_onnx(ctx, "w4a16-g64")
     for name in SMOLLM2_EXPORTS:
         yield f"export-codes smollm2 {name}", lambda ctx, n=name: smollm2_codes(ctx, n)
         yield f"export-logits smollm2 {name}", lambda ctx, n=name: smollm2_logits(ctx, n)

@@ -6,7 +6,6 @@ use super::proof::{Read, account, prove};
 use super::proto::{GraphProto, IR_VERSION, MICROSOFT, ModelProto, OPSET, OperatorSetIdProto, TensorProto, entry};
 use super::source::Source;
 use super::{cnn, llama};
-use crate::checkpoint::hex_sha256;
 use crate::export::{Proof, TensorProof};
 use crate::gguf::proof_path;
 use crate::write::{FileWriter, check_output, write_atomic};
@@ -174,9 +173,8 @@ impl<'a> OnnxExport<'a> {
         if let Some(data) = data {
             proof.files.insert(file_name(&data_out), data_hash);
             // Two files cannot change their names in one step. The old model goes first: it must never stand beside new data.
-            if self.out.exists() {
-                std::fs::remove_file(&self.out)
-                    .map_err(|e| CheckpointError::io(&self.out, "remove the old file", e))?;
+            if let Ok(old) = self.out.canonicalize() {
+                std::fs::remove_file(old).map_err(|e| CheckpointError::io(&self.out, "remove the old file", e))?;
             }
             data.commit()?;
         }
@@ -220,11 +218,6 @@ pub(super) fn data_path(file: &Path) -> PathBuf {
 /// The name of a file without its folders.
 pub(super) fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-/// SHA-256 of bytes, in hex.
-pub(super) fn hash(bytes: &[u8]) -> String {
-    hex_sha256(bytes)
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! What is in an ONNX file, and whether it is still what its export wrote. Not a model: nothing of it can be run here.
 
-use super::export::{data_path, file_name, hash};
+use super::export::{data_path, file_name};
 use super::proof::{Read, check_graph, type_name};
 use super::proto::DataType;
+use crate::checkpoint::hex_sha256;
 use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::{CheckpointError, Fault, Severity};
@@ -24,15 +25,10 @@ pub struct OnnxTensor {
 }
 
 /// An ONNX file that was decoded.
+#[derive(Debug)]
 pub struct OnnxFile {
     path: PathBuf,
     read: Read,
-}
-
-impl std::fmt::Debug for OnnxFile {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OnnxFile").field("path", &self.path).finish_non_exhaustive()
-    }
 }
 
 impl OnnxFile {
@@ -119,9 +115,12 @@ impl OnnxFile {
             let tensor =
                 self.read.model.graph.iter().flat_map(|g| &g.initializer).find(|t| t.name.as_ref() == Some(name));
             let problem = match tensor.map(|t| self.read.bytes(t)) {
-                Some(Ok(bytes)) if *expected == hash(&bytes).as_str() => continue,
+                Some(Ok(bytes)) if *expected == hex_sha256(&bytes).as_str() => continue,
                 Some(Ok(bytes)) => {
-                    format!("not the tensor that was exported; expected SHA-256 {expected}, got \"{}\"", hash(&bytes))
+                    format!(
+                        "not the tensor that was exported; expected SHA-256 {expected}, got \"{}\"",
+                        hex_sha256(&bytes)
+                    )
                 }
                 Some(Err(e)) => e.to_string(),
                 None => "expected this tensor, got nothing".into(),

@@ -1,13 +1,13 @@
 //! The proof of a written ONNX file: it is decoded again, its graph is walked, and every tensor in it is taken apart as its operator
 //! would and compared with the source. Not the writing (see `export.rs`).
 
-use super::export::hash;
 use super::graph::{Declared, Graph, Make, Unit};
 use super::proto::{DataType, GraphProto, ModelProto, TensorProto};
 use super::source::{Source, float_type};
 use super::weights::axis_holds;
+use crate::checkpoint::hex_sha256;
 use crate::export::{Proof, SourceRecord, TensorProof, ratio};
-use crate::json::open_regular;
+use crate::json::{open_regular, read_bounded};
 use crate::packed::WEIGHT_PARTS;
 use crate::safetensors::read_at;
 use crate::tensor::{conversion_loss, floats_from_bytes};
@@ -18,7 +18,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+/// Protobuf messages end here.
+const MAX_MODEL: u64 = 1 << 31;
+
 /// A decoded file, and the one with its tensors, if there is one.
+#[derive(Debug)]
 pub(super) struct Read {
     path: PathBuf,
     pub(super) model: ModelProto,
@@ -33,7 +37,7 @@ impl Read {
     /// # Errors
     /// [`CheckpointError::Invalid`] for bytes that are no ONNX model, [`CheckpointError::Io`].
     pub(super) fn open(path: &Path, data: Option<&Path>, location: &str) -> Result<Self, CheckpointError> {
-        let bytes = std::fs::read(path).map_err(|e| CheckpointError::io(path, "read", e))?;
+        let bytes = read_bounded(path, MAX_MODEL)?;
         let model = ModelProto::decode(bytes.as_slice())
             .map_err(|e| CheckpointError::invalid(path, "", format!("expected an ONNX model, got other bytes: {e}")))?;
         let data = match data {
@@ -127,7 +131,7 @@ pub(super) fn prove(read: &Read, source: &Source, graph: &Graph) -> Result<Proof
             }
             *proof.bytes.entry(class(&unit.make, i)).or_insert(0) += bytes.len() as u64;
             bits += 8 * bytes.len() as u64;
-            hashes.insert(declared.name.clone(), hash(&bytes));
+            hashes.insert(declared.name.clone(), hex_sha256(&bytes));
             parts.push(bytes);
         }
         let Some((tensor, weights)) = taken_apart(read, source, unit, &parts, hashes, bits)? else { continue };
@@ -152,7 +156,7 @@ pub(super) fn prove(read: &Read, source: &Source, graph: &Graph) -> Result<Proof
                 source: None,
                 underflow: 0,
                 bits_per_weight: 0.0,
-                stored: BTreeMap::from([(declared.name.clone(), hash(&bytes))]),
+                stored: BTreeMap::from([(declared.name.clone(), hex_sha256(&bytes))]),
             });
         }
     }
@@ -214,7 +218,9 @@ fn taken_apart(
             }
             let source = match ckpt.info(name) {
                 Some(info) => Some(SourceRecord::with_values(ckpt.sha256(name)?, info.dtype, &values, &back)),
-                None => Some(SourceRecord::with_values(hash(&parts[0]), crate::export::CODES.into(), &values, &back)),
+                None => {
+                    Some(SourceRecord::with_values(hex_sha256(&parts[0]), crate::export::CODES.into(), &values, &back))
+                }
             };
             record(name.clone(), "converted", values.len(), source, underflow)
         }
