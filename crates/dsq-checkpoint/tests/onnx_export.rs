@@ -54,7 +54,7 @@ fn all<'a>(message: &'a [u8], number: u64) -> Vec<Field<'a>> {
     fields(message).into_iter().filter(|(n, _)| *n == number).map(|(_, f)| f).collect()
 }
 
-fn bytes<'a>(message: &'a [u8], number: u64) -> Vec<&'a [u8]> {
+fn bytes(message: &[u8], number: u64) -> Vec<&[u8]> {
     let one = |f| match f {
         Field::Bytes(b) => b,
         Field::Number(n) => panic!("number {n}"),

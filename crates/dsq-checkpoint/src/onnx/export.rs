@@ -232,8 +232,8 @@ mod tests {
     fn a_file_that_differs_in_one_bit_is_not_proven() {
         let dir = tempfile::tempdir().unwrap();
         let (model, out) = (dir.path().join("m"), dir.path().join("m.onnx"));
-        let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":32,"intermediate_size":48,
-            "num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":8,"vocab_size":9,
+        let text = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":64,"intermediate_size":96,
+            "num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"vocab_size":9,
             "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":false}"#;
         let config = ModelConfig::from_json(text, Path::new("config.json")).unwrap();
         let args = QuantArgs {
