@@ -2,6 +2,7 @@
 //! and with `--requantize`.
 
 mod gguf;
+mod onnx;
 
 use super::quantize::float_tensor;
 use crate::{Global, error::CliError, output};
@@ -19,7 +20,7 @@ use std::path::PathBuf;
 pub struct Args {
     /// A Hugging Face folder (float, compressed-tensors, GPTQ or AWQ) or a GGUF file.
     model: PathBuf,
-    /// The folder to write; of GGUF the file.
+    /// The folder to write; of GGUF and ONNX the file.
     #[arg(long, value_name = "DIR|FILE")]
     out: PathBuf,
     /// The format to write.
@@ -35,10 +36,10 @@ pub struct Args {
     #[arg(long)]
     requantize: bool,
     /// Dtype of float tensors (default: as stored; f32 for GGUF blocks and for codes). For GGUF: of the matrices that a quantized
-    /// model has in float.
+    /// model has in float. For ONNX: of float matrices.
     #[arg(long, value_name = "f16|bf16|f32")]
     dtype: Option<FloatType>,
-    /// Replace the output folder if it holds a model, or the output file if it is a GGUF file.
+    /// Replace the output folder if it holds a model, or the output file if it is a GGUF file or an ONNX file of dsq's.
     #[arg(long)]
     overwrite: bool,
 }
@@ -55,6 +56,8 @@ enum Format {
     Safetensors,
     /// One file, as llama.cpp loads it.
     Gguf,
+    /// A graph that onnxruntime runs.
+    Onnx,
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -71,7 +74,7 @@ impl Args {
             (Format::Gptq, Some(GptqVersion::V2)) => Some(FolderFormat::GptqV2),
             (Format::Gptq, _) => Some(FolderFormat::GptqV1),
             (Format::Awq, _) => Some(FolderFormat::Awq),
-            (Format::Safetensors | Format::Gguf, _) => None,
+            (Format::Safetensors | Format::Gguf | Format::Onnx, _) => None,
         }
     }
 }
@@ -86,6 +89,9 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     if args.gguf_type.is_some() {
         return Err(CliError::usage("--gguf-type: expected no such option but with --format gguf, got it"));
+    }
+    if args.format == Format::Onnx {
+        return onnx::run(&args, global);
     }
     check_output(&[&args.model], &args.out)?;
     FolderWriter::check(&args.out, args.overwrite)?;

@@ -1,7 +1,9 @@
 //! `dsq inspect`: what is in a model, how it is quantized, what it really costs a weight, and every fault found.
 
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, Fault, LinearWeight, LlamaConfig, ModelConfig, RopeScaling, Severity, printable};
+use dsq_checkpoint::{
+    Checkpoint, Fault, LinearWeight, LlamaConfig, ModelConfig, OnnxFile, OnnxTensor, RopeScaling, Severity, printable,
+};
 use dsq_quant::{FloatType, Granularity, KvGrid, Mapping, QuantArgs};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
@@ -10,7 +12,7 @@ use std::path::PathBuf;
 /// Options of `dsq inspect`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder, a GGUF file or an EfficientNet-Lite0 as a PyTorch file.
+    /// A Hugging Face folder, a GGUF file, an EfficientNet-Lite0 as a PyTorch file, or an ONNX file (`*.onnx`).
     model: PathBuf,
 }
 
@@ -38,15 +40,38 @@ fn bits(bytes: u64, weights: u64) -> f64 {
 
 /// Runs the command. Exit code 1 when a fault above a note was found.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if args.model.extension().is_some_and(|e| e == "onnx") {
+        return onnx(&args, global);
+    }
     let ckpt = Checkpoint::open(&args.model)?;
     let rows = rows(&ckpt)?;
     let mut faults = ckpt.faults();
     faults.extend(ckpt.missing_files());
     let kinds = kinds(&rows);
     if global.json {
-        output::line(as_json(&args, &ckpt, &rows, &kinds, &faults).to_string());
+        let mut model = json!({"model": args.model, "config": ckpt.config().to_json()});
+        if let Some(cache) = cache_json(&ckpt) {
+            model["kv_cache"] = cache;
+        }
+        output::line(as_json(model, &rows, &kinds, &faults).to_string());
     } else {
-        print(&ckpt, &rows, &kinds, &faults);
+        let about = std::iter::once(describe(ckpt.config())).chain(describe_cache(&ckpt)).collect::<Vec<_>>();
+        print(&about, &rows, &kinds, &faults);
+    }
+    Ok(u8::from(faults.iter().any(|f| f.severity > Severity::Note)))
+}
+
+/// An ONNX file, which is a graph and no model that dsq runs: its tensors, and whether it is still what was exported.
+fn onnx(args: &Args, global: &Global) -> Result<u8, CliError> {
+    let file = OnnxFile::open(&args.model)?;
+    let row = |t: OnnxTensor| Row { name: t.name, kind: t.dtype, shape: t.shape, bytes: t.bytes };
+    let rows: Vec<Row> = file.tensors()?.into_iter().map(row).collect();
+    let (faults, kinds) = (file.faults(), kinds(&rows));
+    if global.json {
+        let model = json!({"model": args.model, "about": file.describe()});
+        output::line(as_json(model, &rows, &kinds, &faults).to_string());
+    } else {
+        print(&[file.describe()], &rows, &kinds, &faults);
     }
     Ok(u8::from(faults.iter().any(|f| f.severity > Severity::Note)))
 }
@@ -145,38 +170,30 @@ fn severity_name(s: Severity) -> &'static str {
     }
 }
 
-fn as_json(
-    args: &Args,
-    ckpt: &Checkpoint,
-    rows: &[Row],
-    kinds: &BTreeMap<String, (usize, u64, u64)>,
-    faults: &[Fault],
-) -> Value {
+/// `model` with what was found in it.
+fn as_json(model: Value, rows: &[Row], kinds: &BTreeMap<String, (usize, u64, u64)>, faults: &[Fault]) -> Value {
     let (weights, bytes) = total(kinds);
     let row = |r: &Row| json!({"name": r.name, "type": r.kind, "shape": r.shape, "bytes": r.bytes, "bits_per_weight": r.bits_per_weight()});
     let fault = |f: &Fault| json!({"severity": severity_name(f.severity), "file": f.file, "field": f.field, "problem": f.problem, "hint": f.hint});
-    let mut object = json!({
-        "model": args.model,
-        "config": ckpt.config().to_json(),
-        "weights": weights,
-        "bytes": bytes,
-        "bits_per_weight": bits(bytes, weights),
-        "faults": faults.iter().map(fault).collect::<Vec<_>>(),
-        "rows": rows.iter().map(row).collect::<Vec<_>>(),
-    });
-    if let Some(kv_cache) = ckpt.kv_cache() {
-        let row = |(layer, g): (usize, KvGrid)| json!({"layer": layer, "k_scale": g.k.scale, "v_scale": g.v.scale});
-        let layers: Vec<Value> = kv_grids(ckpt).into_iter().enumerate().map(row).collect();
-        object["kv_cache"] = json!({"type": kv_cache.qtype.name(), "layers": layers});
-    }
+    let mut object = model;
+    object["weights"] = weights.into();
+    object["bytes"] = bytes.into();
+    object["bits_per_weight"] = bits(bytes, weights).into();
+    object["faults"] = faults.iter().map(fault).collect();
+    object["rows"] = rows.iter().map(row).collect();
     object
 }
 
-fn print(ckpt: &Checkpoint, rows: &[Row], kinds: &BTreeMap<String, (usize, u64, u64)>, faults: &[Fault]) {
-    output::line(describe(ckpt.config()));
-    if let Some(cache) = describe_cache(ckpt) {
-        output::line(cache);
-    }
+/// Type and scales of a quantized KV cache.
+fn cache_json(ckpt: &Checkpoint) -> Option<Value> {
+    let kv_cache = ckpt.kv_cache()?;
+    let row = |(layer, g): (usize, KvGrid)| json!({"layer": layer, "k_scale": g.k.scale, "v_scale": g.v.scale});
+    let layers: Vec<Value> = kv_grids(ckpt).into_iter().enumerate().map(row).collect();
+    Some(json!({"type": kv_cache.qtype.name(), "layers": layers}))
+}
+
+fn print(about: &[String], rows: &[Row], kinds: &BTreeMap<String, (usize, u64, u64)>, faults: &[Fault]) {
+    about.iter().for_each(output::line);
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|r| {

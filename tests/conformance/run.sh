@@ -22,4 +22,4 @@ if [ ! -d "$peers" ]; then
         mv "$peers.new" "$peers"
     fi
 fi
-exec "$venv/bin/python" tests/conformance/run.py --dsq "$target/release/dsq" --peers "$peers" "$@"
+exec "$venv/bin/python" tests/conformance/run.py --dsq "$target/release/dsq" --image-logits "$target/release/examples/image_logits" --peers "$peers" "$@"

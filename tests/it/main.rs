@@ -11,6 +11,7 @@ mod io_faults;
 mod kv_cache;
 mod llama_bound;
 mod model_files;
+mod onnx;
 mod parity_architectures;
 mod parity_cnn;
 mod parity_llama;

@@ -1,5 +1,5 @@
-//! Model files: Hugging Face folders (float, compressed-tensors, GPTQ and AWQ), shards, safetensors, GGUF, PyTorch; strict reading,
-//! atomic writing, and an export that re-reads itself and proves that nothing changed.
+//! Model files: Hugging Face folders (float, compressed-tensors, GPTQ and AWQ), shards, safetensors, GGUF, PyTorch, ONNX (written only);
+//! strict reading, atomic writing, and an export that re-reads itself and proves that nothing changed.
 //!
 //! This crate owns no formula (see `dsq-quant`), computes no forward pass and prints nothing.
 
@@ -16,6 +16,7 @@ mod groups;
 mod json;
 mod kv_cache;
 mod lint;
+mod onnx;
 mod packed;
 mod pytorch;
 mod quantization;
@@ -34,6 +35,7 @@ pub use export::{
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;
+pub use onnx::{OnnxExport, OnnxFile, OnnxOptions, OnnxTensor};
 #[cfg(fuzzing)]
 pub use pytorch::read_pytorch;
 pub use quantization::{QuantizationConfig, QuantizationGroup};
