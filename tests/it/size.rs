@@ -141,7 +141,7 @@ fn shards_and_threads_change_no_tensor() {
     assert_eq!(whole, files(&quantize("three", &["--threads", "3"])));
     let split = quantize("split", &["--max-shard-size", "60kB"]);
     let names: Vec<String> = files(&split).into_keys().collect();
-    assert!(names.contains(&"model-00001-of-00004.safetensors".into()), "{names:?}");
+    assert!(names.iter().any(|n| n.starts_with("model-00001-of-")), "{names:?}");
     assert!(!names.contains(&"model.safetensors".into()));
     let stored = |dir: &Path| {
         let proof: Value = serde_json::from_slice(&std::fs::read(dir.join("dsq-proof.json")).unwrap()).unwrap();
