@@ -9,9 +9,11 @@ mod jobs;
 mod output;
 mod overlap;
 mod pictures;
+mod plan;
 mod plot;
 mod recipe;
 mod regress;
+mod size;
 
 use clap::{Parser, Subcommand};
 use error::CliError;

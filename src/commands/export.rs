@@ -1,18 +1,22 @@
 //! `dsq export`: writes a model in another format. Codes are carried over as they are; chosen anew only for GGUF (`export/gguf.rs`),
-//! and with `--requantize`.
+//! and with `--requantize`. Tensors are read, converted and written one by one: of codes once before, to know what they become.
 
 mod gguf;
+mod layers;
 mod onnx;
 
-use super::quantize::float_tensor;
-use crate::{Global, error::CliError, output};
+use super::quantize::{float_outline, float_tensor};
+use crate::plan::{self, Plan};
+use crate::{Global, error::CliError, output, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderWriter, GgufType, LinearWeight, ModelConfig, Proof,
-    SourceRecord, check_output, convert_layers, export_folder_as, printable,
+    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderTarget, FolderWriter, GgufType, ModelConfig, Outline,
+    Proof, Workers, check_output, export_stream, folder_bytes, printable,
 };
-use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
+use layers::{Layers, Survey};
 use serde_json::json;
-use std::collections::{HashMap, HashSet};
+use std::borrow::Cow;
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 /// Options of `dsq export`.
@@ -39,9 +43,17 @@ pub struct Args {
     /// model has in float. For ONNX: of float matrices.
     #[arg(long, value_name = "f16|bf16|f32")]
     dtype: Option<FloatType>,
+    /// Split the weights of a folder into files of at most this many bytes, `5GB` say, with an index as transformers writes it
+    /// [default: one file].
+    #[arg(long, value_name = "SIZE")]
+    max_shard_size: Option<Size>,
     /// Replace the output folder if it holds a model, or the output file if it is a GGUF file or an ONNX file of dsq's.
     #[arg(long)]
     overwrite: bool,
+    /// Say how much memory, disk and time the run will need, and write nothing; exit code 5 where there is less memory, 4 where
+    /// there is less disk. Of codes that become codes the source is read once for it.
+    #[arg(long)]
+    plan: bool,
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -103,109 +115,93 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let problem = "expected no such option but to GGUF, GPTQ or AWQ, or from GGUF to compressed-tensors, got it";
         return Err(CliError::usage(format!("--requantize: {problem}")));
     }
-    let mut blocks = HashMap::new();
-    if keep_codes && ckpt.is_gguf() {
-        blocks = codes_of_blocks(&args, &ckpt)?;
-    }
-    if keep_codes && blocks.is_empty() && !ckpt.config().linears().iter().any(|l| ckpt.is_quantized(&l.module)) {
+    let workers = Workers::new(global.threads());
+    let layers = Layers::new(&args.model, &ckpt, format);
+    if keep_codes && layers.specs().is_empty() {
         let at = printable(&args.model.to_string_lossy());
         return Err(CliError::usage(format!("{at}: --format: expected a quantized model, got float weights"))
             .with_hint("dsq quantize chooses codes; dsq export only carries them over"));
     }
     let aux = ckpt.aux_files()?;
-    let bar = output::progress(ckpt.names().len() as u64, "read {bar:30} {pos}/{len} tensors {eta}");
-    let mut tensors = Vec::new();
-    let mut done = HashSet::new();
-    for spec in ckpt.config().linears() {
-        if let Some((matrix, source)) = blocks.remove(&spec.module) {
-            done.insert(format!("{}.weight", spec.module));
-            bar.inc(1);
-            let (module, shape, source) = (spec.module, spec.shape, Some(source));
-            tensors.push(ExportTensor::Linear { module, shape, matrix, activation: None, source });
-            continue;
-        }
-        if !ckpt.is_quantized(&spec.module) {
-            continue;
-        }
-        for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
-            done.insert(format!("{}.weight{part}", spec.module));
-        }
-        done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{}.{part}", spec.module)));
-        if ckpt.has_empty_bias(&spec.module) {
-            done.insert(format!("{}.bias", spec.module));
-        }
-        let weight = ckpt.linear(&spec.module)?;
-        if keep_codes && matches!(weight, LinearWeight::Float { .. }) {
-            let problem =
-                "groups in activation order have no place in this format; expected runs of inputs, got others";
-            let at = printable(&args.model.to_string_lossy());
-            return Err(CliError::usage(format!("{at}: {}.g_idx: {problem}", spec.module))
-                .with_hint("--format safetensors writes the values of the codes as floats"));
-        }
-        // GPTQ and AWQ have no grids of inputs.
-        let activation = if f16_scales { None } else { ckpt.activation(&spec.module)? };
-        done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{}.{p}", spec.module)));
-        bar.inc(1);
-        match weight {
-            LinearWeight::Quantized(matrix) if keep_codes => tensors.push(ExportTensor::Linear {
-                module: spec.module,
-                shape: spec.shape,
-                matrix,
-                activation,
-                source: None,
-            }),
-            weight => {
-                let (name, data) = (format!("{}.weight", spec.module), weight.into_f32());
-                let dtype = args.dtype.unwrap_or_default();
-                tensors.push(ExportTensor::Float { name, shape: spec.shape, data, dtype });
-            }
-        }
-    }
+    let survey = layers.survey(workers)?;
+    check_blocks(&args, &survey)?;
     let has_grids = format == Some(FolderFormat::CompressedTensors);
     let inputs = if has_grids { 0 } else { quantized_inputs(&ckpt)? };
-    let dropped = cache_scales(&ckpt, has_grids, &mut tensors, &mut done)?;
-    for name in ckpt.names().into_iter().filter(|n| !done.contains(n)) {
-        tensors.push(float_tensor(&ckpt, name, args.dtype)?);
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
-    let format = format.unwrap_or_default();
-    let loss = convert_layers(format, &args.model, &mut tensors)?;
-    check_loss(&args, format, &loss)?;
-    let mut scheme = scheme_of(&tensors, &ckpt, has_grids)?;
+    let mut outlines = survey.outlines(&layers, args.dtype.unwrap_or_default());
+    let linears = outlines.len();
+    let mut done = layers.names();
+    let dropped = cache_scales(&ckpt, has_grids, &mut outlines, &mut done)?;
+    let caches = outlines.len();
+    let floats: Vec<String> = ckpt.names().into_iter().filter(|n| !done.contains(n)).collect();
+    outlines.extend(floats.iter().map(|name| float_outline(&ckpt, name.clone(), args.dtype)));
+    check_loss(&args, format.unwrap_or_default(), &survey.loss)?;
+    let mut scheme = scheme_of(&outlines, &ckpt, has_grids)?;
     if let Some(scheme) = scheme.as_mut().filter(|_| has_grids) {
         scheme.kv_cache = ckpt.kv_cache();
     }
-    let (config, out) = (ckpt.config(), &args.out);
-    let proof = export_folder_as(format, out, config, tensors, scheme.as_ref(), aux, args.overwrite)?;
+    let target = FolderTarget {
+        format: format.unwrap_or_default(),
+        out: &args.out,
+        config: ckpt.config(),
+        scheme: scheme.as_ref(),
+        overwrite: args.overwrite,
+        max_shard: args.max_shard_size.map(|s| s.0),
+        workers,
+    };
+    if args.plan {
+        let disk = folder_bytes(&target, &outlines)? + aux.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
+        let sample = || layers.make(linears / 2, &survey, args.dtype.unwrap_or_default());
+        return folder_plan(&args, &outlines, workers, disk, (linears > 0).then_some(sample))?.tell(global, &args.out);
+    }
+    let bar = output::progress(outlines.len() as u64, "write {bar:30} {pos}/{len} tensors {eta}");
+    let cache = outlines[linears..caches].to_vec();
+    let make = |i: usize| -> Result<Cow<ExportTensor>, CliError> {
+        bar.inc(1);
+        let made = if i < linears {
+            layers.make(i, &survey, args.dtype.unwrap_or_default())?
+        } else if let Some(Outline::KvCache { layer, grid }) = cache.get(i - linears) {
+            ExportTensor::KvCache { layer: *layer, grid: *grid }
+        } else {
+            float_tensor(&ckpt, floats[i - caches].clone(), args.dtype)?
+        };
+        Ok(Cow::Owned(made))
+    };
+    let proof = export_stream(&target, outlines, aux, &make)?;
+    bar.finish_and_clear();
     report(&args, global, &proof, dropped, inputs);
     Ok(0)
 }
 
-/// The linears of a GGUF file whose blocks integer codes with an f16 scale for each 32 hold, with the record of the source; linears of
-/// other types stay in float, with the values that they have.
-fn codes_of_blocks(
+/// What writing a folder will need. `sample` makes one of its layers, for the time.
+fn folder_plan(
     args: &Args,
-    ckpt: &Checkpoint,
-) -> Result<HashMap<String, (QuantizedMatrix, SourceRecord)>, CliError> {
-    let mut out = HashMap::new();
-    let (mut changed, mut first, mut max, mut relative) = (0, None, 0.0f64, 0.0f64);
-    for spec in ckpt.config().linears() {
-        let Some(matrix) = ckpt.block_codes(&spec.module)? else { continue };
-        let name = format!("{}.weight", spec.module);
-        let dtype = ckpt.info(&name).map(|i| i.dtype).unwrap_or_default();
-        let source =
-            SourceRecord::with_values(ckpt.sha256(&name)?, dtype, &ckpt.read_f32(&name)?, &matrix.dequantize());
-        if source.max_abs_error > 0.0 {
-            changed += 1;
-            first.get_or_insert_with(|| format!("{} ({})", spec.module, source.dtype));
-            (max, relative) = (max.max(source.max_abs_error), relative.max(source.relative_error));
-        }
-        out.insert(spec.module, (matrix, source));
+    outlines: &[Outline],
+    workers: Workers,
+    disk: u64,
+    sample: Option<impl FnOnce() -> Result<ExportTensor, CliError>>,
+) -> Result<Plan, CliError> {
+    let memory = plan::stream_memory(outlines, workers);
+    let written = plan::write_rate(&args.out)?;
+    let mut measured = written.map_or(String::new(), |w| format!("the disk takes {:.0} MB/s", w / 1e6));
+    let mut seconds = written.map_or(0.0, |w| disk as f64 / w);
+    if let Some(sample) = sample {
+        let mut values = 0;
+        let took = plan::timed(|| sample().map(|layer| values = Outline::of(&layer).values()))?;
+        let all: u64 = outlines.iter().map(Outline::values).sum();
+        // Hashing, writing and reading back take as long again.
+        seconds += 2.0 * took * all as f64 / values.max(1) as f64 / workers.threads.max(1) as f64;
+        measured = format!("a layer of {values} weights is made in {:.0} ms, {measured}", 1e3 * took);
     }
-    let Some(first) = first else { return Ok(out) };
+    Ok(Plan { memory, disk, seconds, measured })
+}
+
+/// Refuses, or with `--requantize` tells, that the blocks of a GGUF file do not become codes without loss.
+fn check_blocks(args: &Args, survey: &Survey) -> Result<(), CliError> {
+    let Some(first) = &survey.blocks.first else { return Ok(()) };
+    let changed = &survey.blocks;
     let loss = format!(
-        "values change in {changed} layers, {first} the first: max abs error {max:e}, relative Frobenius error at most {relative:e}"
+        "values change in {} layers, {first} the first: max abs error {:e}, relative Frobenius error at most {:e}",
+        changed.layers, changed.max, changed.relative
     );
     if !args.requantize {
         let at = printable(&args.model.to_string_lossy());
@@ -214,7 +210,7 @@ fn codes_of_blocks(
             .with_hint("--requantize takes the nearest; dsq quantize chooses codes by a method of your choice"));
     }
     output::note(format!("requantized: {loss}"));
-    Ok(out)
+    Ok(())
 }
 
 /// Refuses, or with `--requantize` tells, that scales change when they are rounded to f16.
@@ -247,7 +243,7 @@ fn quantized_inputs(ckpt: &Checkpoint) -> Result<usize, CliError> {
 fn cache_scales(
     ckpt: &Checkpoint,
     keep: bool,
-    tensors: &mut Vec<ExportTensor>,
+    outlines: &mut Vec<Outline>,
     done: &mut HashSet<String>,
 ) -> Result<usize, CliError> {
     let ModelConfig::Llama(c) = ckpt.config() else { return Ok(0) };
@@ -256,7 +252,7 @@ fn cache_scales(
         let Some(grid) = ckpt.kv_grid(layer)? else { continue };
         done.extend(["k_scale", "v_scale"].map(|s| format!("model.layers.{layer}.self_attn.{s}")));
         match keep {
-            true => tensors.push(ExportTensor::KvCache { layer, grid }),
+            true => outlines.push(Outline::KvCache { layer, grid }),
             false => dropped += 2,
         }
     }
@@ -265,12 +261,12 @@ fn cache_scales(
 
 /// The schemes of quantized layers: that of the first for all, an override for each that differs, and the layers that stay
 /// in float; `None` when none is quantized.
-fn scheme_of(tensors: &[ExportTensor], ckpt: &Checkpoint, has_grids: bool) -> Result<Option<QuantConfig>, CliError> {
+fn scheme_of(outlines: &[Outline], ckpt: &Checkpoint, has_grids: bool) -> Result<Option<QuantConfig>, CliError> {
     let mut schemes = Vec::new();
-    for tensor in tensors {
-        if let ExportTensor::Linear { module, matrix, activation, .. } = tensor {
-            let activations = activation.map(|(a, _)| a).or(ckpt.dynamic_activation(module).filter(|_| has_grids));
-            schemes.push((module.clone(), QuantScheme { weights: matrix.args, activations }));
+    for outline in outlines {
+        if let Outline::Linear { module, args, activation, .. } = outline {
+            let activations = activation.or(ckpt.dynamic_activation(module).filter(|_| has_grids));
+            schemes.push((module.clone(), QuantScheme { weights: *args, activations }));
         }
     }
     let Some(&(_, first)) = schemes.first() else { return Ok(None) };

@@ -4,23 +4,23 @@
 
 mod calibrated;
 mod images;
+mod journal;
 mod kv_cache;
 mod mixed;
+mod plan;
+mod stream;
 
-use calibrated::Calibrated;
+use calibrated::{Calibrated, Text};
 
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, output, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, Dtype, ExportTensor, FolderWriter, LinearSpec, LinearWeight, ModelConfig, Proof, SourceRecord,
-    check_groups, check_output, export_folder, printable,
+    Checkpoint, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, LinearSpec, ModelConfig, Outline, Proof,
+    SourceRecord, Workers, check_groups, check_output, export_layers, printable,
 };
-use dsq_quant::{
-    FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix, WeightObserver,
-};
-use dsq_train::ptq::Fit;
-use rayon::prelude::*;
+use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
+use dsq_train::ptq::{Fit, Journal};
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 /// Options of `dsq quantize`.
@@ -85,9 +85,17 @@ pub struct Args {
     /// head of a tied model as a matrix of its own, beside the float embedding.
     #[arg(long = "override", value_name = "PATTERN=SCHEME[:N|channel|tensor]")]
     overrides: Vec<String>,
+    /// Split the weights into files of at most this many bytes, `5GB` say, with an index as transformers writes it
+    /// [default: one file].
+    #[arg(long, value_name = "SIZE")]
+    max_shard_size: Option<Size>,
     /// Replace the output folder if it holds a model.
     #[arg(long)]
     overwrite: bool,
+    /// Say how much memory, disk and time the run will need, and do nothing; exit code 5 where there is less memory, 4 where there
+    /// is less disk.
+    #[arg(long)]
+    plan: bool,
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug)]
@@ -149,7 +157,9 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         args.calibration.check(args.method)?;
     }
     check_output(&[&args.model], &args.out)?;
-    FolderWriter::check(&args.out, args.overwrite)?;
+    // What a run left that was killed after it had given its output the name is written again.
+    let again = args.calibration.resume && Journal::is_writing(&journal::path(&args.out));
+    FolderWriter::check(&args.out, args.overwrite || again)?;
     let ckpt = Checkpoint::open(&args.model)?;
     if let ModelConfig::EfficientNet(model) = ckpt.config() {
         args.calibration.check_images()?;
@@ -168,67 +178,144 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         mixed::check(&args, &model, &config, &candidates, target)?;
     }
     let looks = calibrated::looks_at_text(&args, &config)?;
+    if args.calibration.resume && !looks {
+        let problem = "rounding keeps no journal; expected a method that looks at text, got rtn";
+        return Err(CliError::usage(format!("--resume: {problem}")));
+    }
     let mut aux = ckpt.aux_files()?;
     let text = match args.calibration.calib() {
         None => None,
         Some(_) => Some(args.calibration.read(&ckpt)?),
     };
+    let specs: Vec<LinearSpec> =
+        model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
+    let run = plan::Run {
+        args: &args,
+        global,
+        ckpt: &ckpt,
+        model: &model,
+        config: &config,
+        specs: &specs,
+        text: text.as_ref(),
+        looks,
+    };
+    if args.plan {
+        return run.plan()?.tell(global, &args.out);
+    }
+    run.check_room()?;
     let mut mixed = None;
     if let (Some(target), Some(text)) = (args.calibration.target_bits, &text) {
         mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, candidates, text.calibration(), target)?);
     }
 
-    let specs: Vec<LinearSpec> =
-        model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let (layers, norms, mut about, trained) = match &text {
-        Some(text) if looks => {
-            let Calibrated { layers, norms, trained } =
-                calibrated::quantize(&args, global, &ckpt, &config, &specs, text)?;
-            let mut about = text.about(&args);
-            if let (Some(trained), Some(about)) = (&trained, about.as_object_mut()) {
-                about.extend(trained.about().as_object().cloned().unwrap_or_default());
-            }
-            (layers, norms, Some(about), trained)
-        }
-        text => {
-            let about = text.as_ref().map(|t| t.about(&args));
-            (quantize_layers(&args, global, &ckpt, &config, &specs)?, Vec::new(), about, None)
-        }
-    };
     if let Some(text) = &text {
         aux.push(text.sketch()?);
     }
     if let Some(mixed) = &mixed {
         aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));
     }
-    let degenerate: Vec<(String, usize)> = layers.iter().filter(|l| l.degenerate > 0).map(degenerate_entry).collect();
-    let fits: Vec<(String, Fit)> = layers.iter().filter_map(|l| Some((module_of(l), l.fit?))).collect();
-    let mut tensors = Vec::with_capacity(layers.len());
-    tensors.extend(layers.into_iter().map(|l| l.tensor));
-    let floats = float_tensors(&args, &ckpt, &specs, &norms)?;
-    tensors.extend(norms);
-    tensors.extend(floats);
-    let mut notes = trained.map(|t| t.notes()).unwrap_or_default();
-    if let Some(text) = &text {
-        let cache = kv_cache::grids(global, &model, &config, &tensors, text)?;
-        notes.extend(kv_cache::note(&cache));
-        kv_cache::tell(&cache, about.as_mut());
-        tensors.extend(cache);
-    }
-    let proof = export_folder(&args.out, &model, tensors, Some(&config), aux, args.overwrite)?;
+    let target = FolderTarget {
+        format: FolderFormat::CompressedTensors,
+        out: &args.out,
+        config: &model,
+        scheme: Some(&config),
+        overwrite: args.overwrite || again,
+        max_shard: args.max_shard_size.map(|s| s.0),
+        workers: Workers::new(global.threads()),
+    };
+    let mut notes;
+    let (degenerate, fits);
+    let mut about = text.as_ref().map(|t| t.about(&args));
+    let proof = if !looks && config.kv_cache.is_none() {
+        let (proof, found) = stream::quantize(&args, global, &ckpt, &target, &specs, aux)?;
+        (degenerate, fits, notes) = (found, Vec::new(), Vec::new());
+        proof
+    } else {
+        let journal = match &text {
+            Some(text) if looks => Some(journal::open(&args, global, &ckpt, &config, text)?),
+            _ => None,
+        };
+        let made = Memory { args: &args, global, ckpt: &ckpt, target: &target, specs: &specs, text: text.as_ref() }
+            .quantize(journal.as_ref(), aux, about.as_mut());
+        match (&made, journal) {
+            // Another try would end the same way: there is nothing to go on with.
+            (Err(e), Some(journal)) if [2, 3, 6].contains(&e.code()) => journal.remove()?,
+            (Ok(_), Some(journal)) => journal.remove()?,
+            _ => {}
+        }
+        let made = made?;
+        (degenerate, fits, notes) = (made.degenerate, made.fits, made.notes);
+        made.proof
+    };
     notes.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
     let mixed = mixed.map(|m| m.about());
     report(&args, global, &proof, &degenerate, &fits, [("calibration", about), ("mixed_precision", mixed)], notes);
     Ok(0)
 }
 
+/// A run whose quantized model is in memory before it is written.
+struct Memory<'a> {
+    args: &'a Args,
+    global: &'a Global,
+    ckpt: &'a Checkpoint,
+    target: &'a FolderTarget<'a>,
+    specs: &'a [LinearSpec],
+    text: Option<&'a Text>,
+}
+
+/// What such a run made.
+struct Made {
+    proof: Proof,
+    degenerate: Vec<(String, usize)>,
+    fits: Vec<(String, Fit)>,
+    notes: Vec<String>,
+}
+
+impl Memory<'_> {
+    /// Quantizes on the text where there is a `journal`, else by rounding, and writes the folder. What is told of it goes into `about`.
+    fn quantize(
+        &self,
+        journal: Option<&Journal>,
+        aux: Vec<(String, Vec<u8>)>,
+        mut about: Option<&mut Value>,
+    ) -> Result<Made, CliError> {
+        let Self { args, global, ckpt, target, specs, text } = *self;
+        let Some(config) = target.scheme else { return Err(CliError::new(70, "quantizing without a scheme")) };
+        let (layers, norms, trained) = match (text, journal) {
+            (Some(text), Some(journal)) => {
+                let Calibrated { layers, norms, trained } =
+                    calibrated::quantize(args, global, ckpt, config, specs, text, journal)?;
+                (layers, norms, trained)
+            }
+            _ => (stream::layers(args, global, ckpt, config, specs)?, Vec::new(), None),
+        };
+        if let (Some(trained), Some(about)) = (&trained, about.as_deref_mut().and_then(Value::as_object_mut)) {
+            about.extend(trained.about().as_object().cloned().unwrap_or_default());
+        }
+        let degenerate = layers.iter().filter(|l| l.degenerate > 0).map(|l| (module_of(l), l.degenerate)).collect();
+        let fits = layers.iter().filter_map(|l| Some((module_of(l), l.fit?))).collect();
+        let mut tensors: Vec<ExportTensor> = layers.into_iter().map(|l| l.tensor).collect();
+        let floats = float_tensors(args, ckpt, specs, &norms)?;
+        tensors.extend(norms);
+        tensors.extend(floats);
+        let mut notes: Vec<String> = trained.iter().flat_map(calibrated::Trained::notes).collect();
+        if let Some(text) = text {
+            let cache = kv_cache::grids(global, target.config, config, &tensors, text)?;
+            notes.extend(kv_cache::note(&cache));
+            kv_cache::tell(&cache, about);
+            tensors.extend(cache);
+        }
+        if let Some(journal) = journal {
+            journal.writing()?;
+        }
+        let proof = export_layers(target, tensors, aux)?;
+        Ok(Made { proof, degenerate, fits, notes })
+    }
+}
+
 fn module_of(layer: &Layer) -> String {
     let ExportTensor::Linear { module, .. } = &layer.tensor else { return String::new() };
     module.clone()
-}
-
-fn degenerate_entry(layer: &Layer) -> (String, usize) {
-    (module_of(layer), layer.degenerate)
 }
 
 /// The schemes and what they leave alone, checked against the model; unties `model`'s head if it gets a scheme.
@@ -388,51 +475,6 @@ fn read_scheme(
     weight_scheme(args, option, name, granularity, scale_dtype).map(Some)
 }
 
-/// Quantizes every layer that the scheme names, one layer a task; the codes do not depend on the number of threads.
-fn quantize_layers(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    specs: &[LinearSpec],
-) -> Result<Vec<Layer>, CliError> {
-    let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
-    let pool = workers(global)?;
-    let globals = pool.install(|| global_scales(ckpt, config, specs))?;
-    let results: Vec<Result<Layer, CliError>> = pool.install(|| {
-        let one = |spec: &LinearSpec| {
-            let layer = quantize_layer(args, ckpt, config, spec, globals.get(&spec.module).copied());
-            bar.inc(1);
-            layer
-        };
-        specs.par_iter().map(one).collect()
-    });
-    bar.finish_and_clear();
-    // The first error in layer order, whichever thread met one first.
-    results.into_iter().collect()
-}
-
-/// The global scales of the layers that have one. Layers that a server computes as one matrix share the one of the largest
-/// magnitude of all, as far as they have one.
-fn global_scales(
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    specs: &[LinearSpec],
-) -> Result<HashMap<String, f32>, CliError> {
-    let has_one = |s: &&LinearSpec| config.scheme_for(&s.module).is_some_and(|c| c.weights.has_global_scale());
-    let with: Vec<&LinearSpec> = specs.iter().filter(has_one).collect();
-    let largest = |s: &&LinearSpec| {
-        let w = ckpt.linear(&s.module)?.into_f32();
-        Ok((s.module.clone(), w.iter().fold(0.0f32, |m, x| m.max(x.abs()))))
-    };
-    let largest: HashMap<String, f32> = with.par_iter().map(largest).collect::<Result<_, CliError>>()?;
-    let shared = |module: &String| {
-        let fused = ckpt.config().fused_with(module);
-        QuantArgs::global_scale(fused.iter().filter_map(|m| largest.get(m)).fold(0.0, |m, &x| m.max(x)))
-    };
-    Ok(largest.keys().map(|m| (m.clone(), shared(m))).collect())
-}
-
 fn workers(global: &Global) -> Result<rayon::ThreadPool, CliError> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(global.threads()).build();
     pool.map_err(|e| CliError::new(5, format!("cannot start worker threads: {e}")))
@@ -448,52 +490,34 @@ fn source_name(ckpt: &Checkpoint, module: &str) -> String {
 
 /// What is known of the weight of `name`, whose values `w` became `values`.
 fn source_record(ckpt: &Checkpoint, name: &str, w: &[f32], values: &[f32]) -> Result<SourceRecord, CliError> {
+    Ok(hashed_record(ckpt, name, ckpt.sha256(name)?, w, values))
+}
+
+/// [`source_record`] of a weight that was hashed.
+fn hashed_record(ckpt: &Checkpoint, name: &str, sha256: String, w: &[f32], values: &[f32]) -> SourceRecord {
     let dtype = ckpt.info(name).map(|i| i.dtype).unwrap_or_default();
-    Ok(SourceRecord::with_values(ckpt.sha256(name)?, dtype, w, values))
+    SourceRecord::with_values(sha256, dtype, w, values)
 }
 
-fn quantize_layer(
-    args: &Args,
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    spec: &LinearSpec,
-    global_scale: Option<f32>,
-) -> Result<Layer, CliError> {
-    let name = source_name(ckpt, &spec.module);
-    let refuse = |e| CliError::from(dsq_checkpoint::CheckpointError::quant(&args.model, &name, e));
-    let LinearWeight::Float { n, k, data } = ckpt.linear(&spec.module)? else {
-        return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
-    };
-    let Some(&QuantScheme { weights, .. }) = config.scheme_for(&spec.module) else {
-        return Err(CliError::new(70, format!("{name}: no scheme names this layer")));
-    };
-    let matrix = match global_scale {
-        None => dsq_kernels::quantize::quantize(&data, n, k, weights),
-        Some(_) => QuantizedMatrix::quantize_under(&data, n, k, weights, global_scale),
-    }
-    .map_err(refuse)?;
-    let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
-    let source = Some(source_record(ckpt, &name, &data, &matrix.dequantize())?);
-    let (module, shape) = (spec.module.clone(), spec.shape.clone());
-    let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source };
-    Ok(Layer { tensor, degenerate, fit: None })
+/// The names of everything that is neither quantized nor changed.
+fn float_names(ckpt: &Checkpoint, quantized: &[LinearSpec], changed: &[ExportTensor]) -> Vec<String> {
+    let mut done: HashSet<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
+    done.extend(changed.iter().filter_map(|t| match t {
+        ExportTensor::Rescaled { name, .. } => Some(name.clone()),
+        _ => None,
+    }));
+    ckpt.names().into_iter().filter(|n| !done.contains(n)).collect()
 }
 
-/// Everything that is neither quantized nor changed: copied bit for bit, or converted to --dtype.
+/// [`float_names`], copied bit for bit, or converted to --dtype.
 fn float_tensors(
     args: &Args,
     ckpt: &Checkpoint,
     quantized: &[LinearSpec],
     changed: &[ExportTensor],
 ) -> Result<Vec<ExportTensor>, CliError> {
-    let mut done: Vec<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
-    done.extend(changed.iter().filter_map(|t| match t {
-        ExportTensor::Rescaled { name, .. } => Some(name.clone()),
-        _ => None,
-    }));
-    let names = ckpt.names().into_iter().filter(|n| !done.contains(n));
     let dtype = args.dtype.or(default_dtype(ckpt));
-    names.map(|name| float_tensor(ckpt, name, dtype)).collect()
+    float_names(ckpt, quantized, changed).into_iter().map(|name| float_tensor(ckpt, name, dtype)).collect()
 }
 
 /// One tensor of a source as it goes into a float folder.
@@ -503,20 +527,32 @@ pub(super) fn float_tensor(
     dtype: Option<FloatType>,
 ) -> Result<ExportTensor, CliError> {
     let shape = ckpt.info(&name).map(|i| i.shape).unwrap_or_default();
-    let stored = ckpt.dtype(&name);
-    match (stored, dtype) {
-        (Some(s), None) => copy(ckpt, name, s, shape),
-        (Some(s), Some(d)) if s == Dtype::from(d) || s.float().is_none() => copy(ckpt, name, s, shape),
-        _ => {
+    match float_dtype(ckpt, &name, dtype) {
+        (dtype, true) => {
+            let (_, bytes) = ckpt.read_stored(&name)?;
+            Ok(ExportTensor::Copy { name, dtype, shape, bytes })
+        }
+        (dtype, false) => {
             let data = ckpt.read_f32(&name)?;
-            Ok(ExportTensor::Float { name, shape, data, dtype: dtype.unwrap_or_default() })
+            Ok(ExportTensor::Float { name, shape, data, dtype: dtype.float().unwrap_or_default() })
         }
     }
 }
 
-fn copy(ckpt: &Checkpoint, name: String, dtype: Dtype, shape: Vec<usize>) -> Result<ExportTensor, CliError> {
-    let (_, bytes) = ckpt.read_stored(&name)?;
-    Ok(ExportTensor::Copy { name, dtype, shape, bytes })
+/// What [`float_tensor`] will be.
+pub(super) fn float_outline(ckpt: &Checkpoint, name: String, dtype: Option<FloatType>) -> Outline {
+    let shape = ckpt.info(&name).map(|i| i.shape).unwrap_or_default();
+    let (dtype, _) = float_dtype(ckpt, &name, dtype);
+    Outline::Plain { name, shape, dtype }
+}
+
+/// The dtype that a tensor gets, and whether its bytes are copied.
+fn float_dtype(ckpt: &Checkpoint, name: &str, dtype: Option<FloatType>) -> (Dtype, bool) {
+    match (ckpt.dtype(name), dtype) {
+        (Some(s), None) => (s, true),
+        (Some(s), Some(d)) if s == Dtype::from(d) || s.float().is_none() => (s, true),
+        _ => (dtype.unwrap_or_default().into(), false),
+    }
 }
 
 fn report(

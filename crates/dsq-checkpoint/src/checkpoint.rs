@@ -202,6 +202,22 @@ impl Checkpoint {
         }
     }
 
+    /// [`Checkpoint::read_f32`] and [`Checkpoint::sha256`] in one reading.
+    ///
+    /// # Errors
+    /// As these.
+    pub fn read_f32_hashed(&self, name: &str) -> Result<(Vec<f32>, String), CheckpointError> {
+        let (Source::Folder(_) | Source::Pytorch(_)) = &self.source else {
+            return Ok((self.read_f32(name)?, self.sha256(name)?));
+        };
+        let (dtype, bytes) = self.read_stored(name)?;
+        match dtype.float() {
+            Some(float) => Ok((floats_from_bytes(&bytes, float), hex_sha256(&bytes))),
+            // In the words of the other.
+            None => Ok((self.read_f32(name)?, String::new())),
+        }
+    }
+
     /// The stored bytes of a tensor (little endian, row major) and their dtype; only of safetensors and PyTorch files.
     ///
     /// # Errors
@@ -253,6 +269,15 @@ impl Checkpoint {
             return Ok(None);
         };
         Ok(grid.to_codes(&blocks, n, k))
+    }
+
+    /// Whether [`Checkpoint::block_codes`] gives something, told without reading the blocks.
+    pub fn has_block_codes(&self, module: &str) -> bool {
+        let name = format!("{module}.weight");
+        let grid = self.gguf().and_then(|g| g.grid(&name));
+        let shape = self.info(&name).map(|i| i.shape).unwrap_or_default();
+        // One block of zeros: what decides is the grid and its fit to a row.
+        grid.is_some_and(|g| shape.len() == 2 && g.to_codes(&vec![0; g.block_bytes()], 1, g.block_len()).is_some())
     }
 
     /// Whether the weight of a module is stored as codes of compressed-tensors, GPTQ or AWQ.

@@ -22,16 +22,18 @@ mod pytorch;
 mod quantization;
 mod safetensors;
 mod tensor;
+mod workers;
 mod write;
 
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
-pub use columns::{FolderFormat, convert_layers, fit_problem};
+pub use columns::{CommonScheme, FolderFormat, convert_layer, convert_layers, finish_layer, fit_problem};
 pub use config::{
     ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig, RopeScaling, Rotary, Yarn,
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
-    ExportLoss, ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder, export_folder_as,
+    ExportLoss, ExportTensor, FolderTarget, Outline, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder,
+    export_folder_as, export_layers, export_stream, folder_bytes,
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;
@@ -41,4 +43,5 @@ pub use pytorch::read_pytorch;
 pub use quantization::{QuantizationConfig, QuantizationGroup};
 pub use safetensors::SafetensorsFile;
 pub use tensor::{ConversionLoss, Dtype, NamedTensor, TensorData, TensorInfo, conversion_loss};
-pub use write::{FolderWriter, check_output, check_space, write_atomic, write_safetensors};
+pub use workers::Workers;
+pub use write::{FolderWriter, check_output, check_room, check_space, free_space, write_atomic, write_safetensors};

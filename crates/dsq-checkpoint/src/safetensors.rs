@@ -426,13 +426,8 @@ pub(crate) fn sort(tensors: &mut [Pending]) {
     tensors.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
 }
 
-/// Bytes of a safetensors file that holds `tensors`.
-pub(crate) fn file_size(tensors: &[Pending]) -> u64 {
-    header(tensors).len() as u64 + tensors.iter().map(Pending::len).sum::<u64>()
-}
-
 /// The header with its length in front, padded with spaces so that the data starts at a multiple of 8.
-fn header(tensors: &[Pending]) -> Vec<u8> {
+pub(crate) fn header(tensors: &[Pending]) -> Vec<u8> {
     let mut map = serde_json::Map::new();
     map.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
     let mut at = 0u64;

@@ -5,7 +5,7 @@ use crate::safetensors::{Pending, sort, write_tensors};
 use crate::{CheckpointError, NamedTensor, printable};
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -141,13 +141,23 @@ impl FolderWriter {
     /// # Errors
     /// As [`FolderWriter::file`], and for a name that occurs twice or data of another length than its shape.
     pub fn safetensors(&mut self, name: &str, tensors: &[NamedTensor]) -> Result<(), CheckpointError> {
-        self.pending(name, tensors.iter().map(Pending::from).collect())
-    }
-
-    /// As [`FolderWriter::safetensors`], with bytes made on demand.
-    pub(crate) fn pending(&mut self, name: &str, mut tensors: Vec<Pending>) -> Result<(), CheckpointError> {
+        let mut tensors: Vec<Pending> = tensors.iter().map(Pending::from).collect();
         sort(&mut tensors);
         self.with_file(name, |f, path| write_tensors(f, path, &tensors))
+    }
+
+    /// Begins a file of `bytes` bytes that are put at their places in any order.
+    ///
+    /// # Errors
+    /// As [`FolderWriter::file`].
+    pub(crate) fn placed(&self, name: &str, bytes: u64) -> Result<PlacedFile, CheckpointError> {
+        let shown = self.out.join(name);
+        let path = self.temp.join(name);
+        let io = |e| CheckpointError::io(&shown, "create", e);
+        let file = OpenOptions::new().write(true).create_new(true).open(&path).map_err(io)?;
+        file.set_len(bytes).map_err(io)?;
+        set_mode(&path, existing_mode(&shown))?;
+        Ok(PlacedFile { file: std::sync::Mutex::new(file), shown })
     }
 
     fn with_file(
@@ -192,6 +202,35 @@ impl Drop for FolderWriter {
         if !self.committed {
             let _ = std::fs::remove_dir_all(&self.temp);
         }
+    }
+}
+
+/// A file of a [`FolderWriter`] whose size is known, filled from any thread.
+#[derive(Debug)]
+pub(crate) struct PlacedFile {
+    /// One writer at a time: the disk has one queue, and a position is set and used in one go on every system.
+    file: std::sync::Mutex<File>,
+    shown: PathBuf,
+}
+
+impl PlacedFile {
+    /// Writes `bytes` from byte `at` on.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub(crate) fn put(&self, bytes: &[u8], at: u64) -> Result<(), CheckpointError> {
+        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let written = file.seek(SeekFrom::Start(at)).and_then(|_| file.write_all(bytes));
+        written.map_err(|e| CheckpointError::io(&self.shown, "write", e))
+    }
+
+    /// Syncs the file.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub(crate) fn finish(self) -> Result<(), CheckpointError> {
+        let file = self.file.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        file.sync_all().map_err(|e| CheckpointError::io(&self.shown, "sync", e))
     }
 }
 
@@ -374,6 +413,32 @@ pub fn check_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
 #[cfg(not(unix))]
 pub fn check_space(_: &Path, _: u64) -> Result<(), CheckpointError> {
     Ok(())
+}
+
+/// The nearest folder around `out` that is there.
+fn existing_folder(out: &Path) -> PathBuf {
+    let real = resolve(out);
+    real.ancestors().skip(1).find(|d| d.is_dir()).unwrap_or(Path::new(".")).to_path_buf()
+}
+
+/// [`check_space`] for an output `out`, whose folder need not be there yet.
+///
+/// # Errors
+/// As there.
+pub fn check_room(out: &Path, needed: u64) -> Result<(), CheckpointError> {
+    check_space(&existing_folder(out), needed)
+}
+
+/// Bytes that the file system of an output `out` has free for us; `None` where that is not known.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn free_space(out: &Path) -> Result<Option<u64>, CheckpointError> {
+    match check_room(out, u64::MAX) {
+        Ok(()) => Ok(None),
+        Err(CheckpointError::NoSpace { free, .. }) => Ok(Some(free)),
+        Err(e) => Err(e),
+    }
 }
 
 /// Swaps two folders in one step where the system can, else with two renames (undone when the second fails).

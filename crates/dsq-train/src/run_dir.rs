@@ -300,7 +300,7 @@ fn no_entries(path: &Path) -> bool {
     !path.exists() || fs::read_dir(path).is_ok_and(|mut d| d.next().is_none())
 }
 
-fn lock(path: &Path) -> Result<File, TrainError> {
+pub(crate) fn lock(path: &Path) -> Result<File, TrainError> {
     let lock_path = path.join("run.lock");
     let file = OpenOptions::new()
         .create(true)
@@ -396,7 +396,7 @@ fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     file.sync_all().map_err(TrainError::io(path, "sync"))
 }
 
-fn replace(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     let temp = path.with_extension("tmp");
     write_synced(&temp, bytes)?;
     fs::rename(&temp, path).map_err(TrainError::io(path, "rename"))?;
@@ -408,7 +408,7 @@ fn sync_dir(path: &Path) -> Result<(), TrainError> {
 }
 
 /// `path: run has A, recipe says B` for every field that differs.
-fn differences(old: &Value, new: &Value) -> Vec<String> {
+pub(crate) fn differences(old: &Value, new: &Value) -> Vec<String> {
     fn walk(path: &str, old: &Value, new: &Value, out: &mut Vec<String>) {
         match (old, new) {
             (Value::Object(a), Value::Object(b)) => {

@@ -2,14 +2,20 @@
 //! file, its types and its proof are dsq-checkpoint's.
 
 use super::{Args, quantized_inputs};
+use crate::plan::{self, Plan};
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, ExportLoss, GgufExport, GgufOptions, GgufType, Proof, printable};
+use dsq_checkpoint::{
+    Checkpoint, ExportLoss, GgufExport, GgufOptions, GgufType, Proof, Workers, check_room, printable,
+};
 use dsq_kernels::quantize::quantize_blocks;
 use serde_json::json;
 use std::collections::BTreeMap;
 
 /// Writes the file.
 pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
+    if args.max_shard_size.is_some() {
+        return Err(CliError::usage("--max-shard-size: a GGUF file is one file here; expected no such option, got it"));
+    }
     let Some(ty) = args.gguf_type else {
         let names = GgufType::ALL.map(GgufType::name).join(", ");
         return Err(CliError::usage(format!("--gguf-type: expected one of {names} with --format gguf, got none")));
@@ -19,6 +25,10 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     let options =
         GgufOptions { ty, dtype: args.dtype, requantize: args.requantize, keep: Vec::new(), overwrite: args.overwrite };
     let export = GgufExport::new(&ckpt, &args.out, options)?;
+    if args.plan {
+        return plan_of(args, &export)?.tell(global, &args.out);
+    }
+    check_room(&args.out, export.bytes())?;
     let count = export.tensors() as u64;
     let bar = output::progress(count, "compare {bar:30} {pos}/{len} tensors {eta}");
     let loss = export.loss(&quantize_blocks, &mut || bar.inc(1))?;
@@ -40,6 +50,28 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     bar.finish_and_clear();
     report(args, global, ty, &proof, loss.as_ref(), inputs);
     Ok(0)
+}
+
+/// What writing the file will need: matrices are encoded one after the other, on all threads.
+fn plan_of(args: &Args, export: &GgufExport) -> Result<Plan, CliError> {
+    let (disk, memory) = (export.bytes(), plan::stream_memory(&[], Workers::new(1)) + export.working_bytes());
+    let written = plan::write_rate(&args.out)?;
+    let (mut seconds, mut measured) = (0.0, String::new());
+    if let Some((grid, rows)) = export.main_grid() {
+        let sample: Vec<f32> = (0..1 << 20).map(|i| (i as f32 * 0.37).sin()).collect();
+        let took = plan::timed(|| quantize_blocks(grid, &sample))
+            .map_err(|e| CliError::new(70, format!("{}: {e}", grid.name())))?;
+        // A source of codes is compared before; reading, hashing and reading back take about 4 ns a value.
+        let passes = if export.is_quantized() { 2.0 } else { 1.0 };
+        seconds += passes * rows as f64 * (took / sample.len() as f64 + 4e-9);
+        measured =
+            format!("{} is encoded at {:.0} million values a second", grid.name(), sample.len() as f64 / took / 1e6);
+    }
+    if let Some(w) = written {
+        seconds += disk as f64 / w;
+        measured += &format!("{}the disk takes {:.0} MB/s", if measured.is_empty() { "" } else { ", " }, w / 1e6);
+    }
+    Ok(Plan { memory, disk, seconds, measured })
 }
 
 fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&ExportLoss>, inputs: usize) {

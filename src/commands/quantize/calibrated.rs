@@ -8,7 +8,7 @@ use dsq_quant::{QParams, QuantArgs, QuantConfig, QuantizedMatrix};
 use dsq_runtime::{Specials, TextTokenizer};
 use dsq_train::TrainError;
 use dsq_train::ptq::{
-    self, BlockFit, Calibration, Fit, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Scaling, Tuning,
+    self, BlockFit, Calibration, Fit, Journal, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Scaling, Tuning,
 };
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
@@ -65,6 +65,10 @@ pub(super) struct CalibrationArgs {
     /// Learning rate of the scales in --steps, as a share of their root mean square [default: 0.001].
     #[arg(long, value_name = "RATE")]
     end_scale_rate: Option<f64>,
+    /// Go on with a run that was interrupted, from OUT.journal, at the block it was at; with the same model, text and options. The
+    /// result has the same bytes. Methods that look at text keep such a journal while they run.
+    #[arg(long)]
+    pub(super) resume: bool,
 }
 
 /// The calibration text of a model.
@@ -93,6 +97,15 @@ impl Text {
             "tokens": self.calibration.tokens(),
             "context": self.calibration.context(),
             "end_tokens": self.further.as_ref().map(Calibration::tokens),
+        })
+    }
+
+    /// What of it the result depends on.
+    pub(super) fn fingerprint(&self) -> Value {
+        json!({
+            "text": self.sketch.sha256,
+            "windows": self.calibration.sha256(),
+            "end_windows": self.further.as_ref().map(Calibration::sha256),
         })
     }
 
@@ -137,6 +150,7 @@ pub(super) fn looks_at_text(args: &Args, config: &QuantConfig) -> Result<bool, C
                 ("--calib", c.calib.is_some()),
                 ("--calib-tokens", c.calib_tokens.is_some()),
                 ("--calib-context", c.calib_context.is_some()),
+                ("--resume", c.resume),
             ];
             match given.iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(CliError::usage(format!(
@@ -163,6 +177,37 @@ pub(super) fn name(method: Method) -> &'static str {
 }
 
 impl CalibrationArgs {
+    /// Steps of end-to-end training.
+    pub(super) fn steps(&self) -> usize {
+        self.steps.unwrap_or(0)
+    }
+
+    /// Passes over the windows, where they were told.
+    pub(super) fn epochs(&self) -> Option<f64> {
+        self.epochs.map(|e| e as f64)
+    }
+
+    /// Whether columns are scaled before codes are chosen.
+    pub(super) fn awq_scales(&self) -> bool {
+        self.awq_scales
+    }
+
+    /// The options that the result depends on, by their names.
+    pub(super) fn options(&self) -> Value {
+        json!({
+            "--calib-tokens": self.calib_tokens,
+            "--calib-context": self.calib_context,
+            "--awq-scales": self.awq_scales,
+            "--smooth-quant": self.smooth_quant,
+            "--target-bits": self.target_bits,
+            "--candidates": self.candidates,
+            "--epochs": self.epochs,
+            "--steps": self.steps,
+            "--end-weight-rate": self.end_weight_rate,
+            "--end-scale-rate": self.end_scale_rate,
+        })
+    }
+
     /// What `--calib` names.
     pub(super) fn calib(&self) -> Option<&std::path::Path> {
         self.calib.as_deref()
@@ -184,6 +229,7 @@ impl CalibrationArgs {
             ("--steps", self.steps.is_some()),
             ("--end-weight-rate", self.end_weight_rate.is_some()),
             ("--end-scale-rate", self.end_scale_rate.is_some()),
+            ("--resume", self.resume),
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((option, _)) => {
@@ -367,6 +413,7 @@ pub(super) fn quantize(
     config: &QuantConfig,
     specs: &[LinearSpec],
     text: &Text,
+    journal: &Journal,
 ) -> Result<Calibrated, CliError> {
     let method = match args.method {
         Method::Rtn | Method::Awq => PtqMethod::Rtn,
@@ -406,7 +453,17 @@ pub(super) fn quantize(
         bar.set_position(p.done as u64);
     };
     let end_text = text.further.as_ref();
-    let settings = PtqSettings { config, method, scaling, weighted, float_dtype, inputs: &[], tuning, end_text };
+    let settings = PtqSettings {
+        config,
+        method,
+        scaling,
+        weighted,
+        float_dtype,
+        inputs: &[],
+        tuning,
+        end_text,
+        journal: Some(journal),
+    };
     let outcome = workers(global)?.install(|| ptq::quantize_llama(ckpt, settings, &text.calibration, &mut on_progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {

@@ -45,72 +45,115 @@ pub fn convert_layers(
     layers: &mut [ExportTensor],
 ) -> Result<ExportLoss, CheckpointError> {
     let mut loss = ExportLoss::default();
+    let mut common = CommonScheme::default();
+    for layer in layers.iter_mut() {
+        loss.merge(&convert_layer(format, file, layer)?);
+        common.add(format, file, layer)?;
+    }
+    layers.iter_mut().try_for_each(|layer| finish_layer(format, file, layer, &common))?;
+    Ok(loss)
+}
+
+/// What the layers of a GPTQ or AWQ folder have in common.
+#[derive(Debug, Clone, Default)]
+pub struct CommonScheme {
+    first: Option<(String, QuantArgs)>,
+    asymmetric: bool,
+}
+
+impl CommonScheme {
+    /// Takes in a layer that [`convert_layer`] made.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Usage`] for another scheme than that of the first.
+    pub fn add(&mut self, format: FolderFormat, file: &Path, layer: &ExportTensor) -> Result<(), CheckpointError> {
+        let ExportTensor::Linear { module, matrix, .. } = layer else { return Ok(()) };
+        if format == FolderFormat::CompressedTensors {
+            return Ok(());
+        }
+        let b = matrix.args;
+        self.asymmetric |= b.mapping == Mapping::Asymmetric;
+        let (other, a) = self.first.get_or_insert_with(|| (module.clone(), b));
+        if (a.qtype, a.granularity) == (b.qtype, b.granularity) {
+            return Ok(());
+        }
+        let problem = format!(
+            "{} has one scheme for all; expected that of {other} ({} {:?}), got {} {:?}",
+            format.name(),
+            a.qtype.name(),
+            a.granularity,
+            b.qtype.name(),
+            b.granularity
+        );
+        Err(CheckpointError::usage(file, module.clone(), problem))
+    }
+}
+
+/// The part of [`convert_layers`] that looks at one layer alone.
+///
+/// # Errors
+/// As there.
+pub fn convert_layer(
+    format: FolderFormat,
+    file: &Path,
+    layer: &mut ExportTensor,
+) -> Result<ExportLoss, CheckpointError> {
+    let mut loss = ExportLoss::default();
+    let ExportTensor::Linear { module, shape, matrix, source, activation } = layer else { return Ok(loss) };
     if format == FolderFormat::CompressedTensors {
         return Ok(loss);
     }
-    let mut first: Option<(String, QuantizedMatrix)> = None;
-    for layer in layers.iter_mut() {
-        let ExportTensor::Linear { module, shape, matrix, source, activation } = layer else { continue };
-        let usage = |problem: String| Err(CheckpointError::usage(file, module.clone(), problem));
-        if activation.is_some() {
-            return usage(format!("{} has no grids of inputs; expected float inputs, got a scale", format.name()));
-        }
-        if shape.len() != 2 {
-            return usage(format!("{} holds linear layers; expected shape [out, in], got {shape:?}", format.name()));
-        }
-        if format == FolderFormat::Awq && module == "lm_head" {
-            return usage("AWQ has no quantized output matrix; expected floats, got codes".into());
-        }
-        if let Some(problem) = fit_problem(format, &matrix.args, matrix.n, matrix.k) {
-            return usage(problem);
-        }
-        let before = matrix.dequantize();
-        convert(format, matrix);
-        matrix.validate().map_err(|e| CheckpointError::quant(file, module.clone(), e))?;
-        let after = matrix.dequantize();
-        loss.add(module, &before, &after);
-        source.get_or_insert_with(|| {
-            let hash = hex_sha256(&float_bytes(&before, FloatType::F32));
-            SourceRecord::with_values(hash, CODES.into(), &before, &after)
-        });
-        if let Some((other, a)) = &first {
-            let (a, b) = (a.args, matrix.args);
-            if (a.qtype, a.granularity) != (b.qtype, b.granularity) {
-                return usage(format!(
-                    "{} has one scheme for all; expected that of {other} ({} {:?}), got {} {:?}",
-                    format.name(),
-                    a.qtype.name(),
-                    a.granularity,
-                    b.qtype.name(),
-                    b.granularity
-                ));
-            }
-        } else {
-            first = Some((module.clone(), QuantizedMatrix { codes: Vec::new(), ..matrix.clone() }));
-        }
+    let usage = |problem: String| Err(CheckpointError::usage(file, module.clone(), problem));
+    if activation.is_some() {
+        return usage(format!("{} has no grids of inputs; expected float inputs, got a scale", format.name()));
     }
-    loss.finish();
-    let matrices =
-        || layers.iter().filter_map(|l| if let ExportTensor::Linear { matrix, .. } = l { Some(matrix) } else { None });
-    let asymmetric = matrices().any(|m| m.args.mapping == Mapping::Asymmetric);
-    for layer in layers.iter_mut() {
-        let ExportTensor::Linear { module, matrix, .. } = layer else { continue };
-        if asymmetric && format.is_gptq() && matrix.args.mapping == Mapping::Symmetric {
-            matrix.args.mapping = Mapping::Asymmetric;
-            matrix.zeros = vec![0; matrix.scales.len()];
-        }
-        let qmin = matrix.args.qtype.qmin();
-        let lowest = matrix.zeros.iter().filter(|&&z| i32::from(z) == qmin).count();
-        if format == FolderFormat::GptqV1 && lowest > 0 {
-            let problem = format!(
-                "GPTQ v1 stores zero points less one, and 0 would borrow from its neighbour; expected 1 to {}, got 0 in {lowest} groups",
-                matrix.args.qtype.qmax() - qmin
-            );
-            return Err(CheckpointError::usage(file, module.clone(), problem)
-                .with_hint("--gptq-version v2 stores zero points as they are"));
-        }
+    if shape.len() != 2 {
+        return usage(format!("{} holds linear layers; expected shape [out, in], got {shape:?}", format.name()));
     }
+    if format == FolderFormat::Awq && module == "lm_head" {
+        return usage("AWQ has no quantized output matrix; expected floats, got codes".into());
+    }
+    if let Some(problem) = fit_problem(format, &matrix.args, matrix.n, matrix.k) {
+        return usage(problem);
+    }
+    let before = matrix.dequantize();
+    convert(format, matrix);
+    matrix.validate().map_err(|e| CheckpointError::quant(file, module.clone(), e))?;
+    let after = matrix.dequantize();
+    loss.add(module, &before, &after);
+    source.get_or_insert_with(|| {
+        let hash = hex_sha256(&float_bytes(&before, FloatType::F32));
+        SourceRecord::with_values(hash, CODES.into(), &before, &after)
+    });
     Ok(loss)
+}
+
+/// The part of [`convert_layers`] that follows from all layers: what they have in `common`.
+///
+/// # Errors
+/// As there.
+pub fn finish_layer(
+    format: FolderFormat,
+    file: &Path,
+    layer: &mut ExportTensor,
+    common: &CommonScheme,
+) -> Result<(), CheckpointError> {
+    let ExportTensor::Linear { module, matrix, .. } = layer else { return Ok(()) };
+    if common.asymmetric && format.is_gptq() && matrix.args.mapping == Mapping::Symmetric {
+        matrix.args.mapping = Mapping::Asymmetric;
+        matrix.zeros = vec![0; matrix.scales.len()];
+    }
+    let qmin = matrix.args.qtype.qmin();
+    let lowest = matrix.zeros.iter().filter(|&&z| i32::from(z) == qmin).count();
+    if format == FolderFormat::GptqV1 && lowest > 0 {
+        let problem = format!(
+            "GPTQ v1 stores zero points less one, and 0 would borrow from its neighbour; expected 1 to {}, got 0 in {lowest} groups",
+            matrix.args.qtype.qmax() - qmin
+        );
+        return Err(CheckpointError::usage(file, module.clone(), problem)
+            .with_hint("--gptq-version v2 stores zero points as they are"));
+    }
+    Ok(())
 }
 
 /// The same codes in the form of the format.

@@ -14,7 +14,7 @@ mod config;
 mod convert;
 
 pub(crate) use config::{parse, same_settings, to_value};
-pub use convert::{convert_layers, fit_problem};
+pub use convert::{CommonScheme, convert_layer, convert_layers, finish_layer, fit_problem};
 
 use crate::config::fields::show;
 use crate::packed::{DiskFormat, Expected, expected_tensors};

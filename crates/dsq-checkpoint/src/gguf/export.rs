@@ -191,6 +191,31 @@ impl<'a> GgufExport<'a> {
         self.plan.len()
     }
 
+    /// Bytes of the file, with its proof.
+    pub fn bytes(&self) -> u64 {
+        let table: Vec<TableRow> = self.plan.iter().map(Planned::row).collect();
+        file_bytes(&table, &header(&self.metadata, &table)) + proof_bytes(&table)
+    }
+
+    /// Bytes that reading, encoding and writing the largest tensor takes: its values, what became of them, its bytes before and after.
+    pub fn working_bytes(&self) -> u64 {
+        self.plan.iter().map(|p| 14 * p.shape.iter().product::<usize>() as u64).max().unwrap_or(0)
+    }
+
+    /// The blocks that most values get, and how many values get blocks; `None` where none does.
+    pub fn main_grid(&self) -> Option<(GgufGrid, u64)> {
+        let sized = |p: &Planned| Some((p.ty.grid()?, p.shape.iter().product::<usize>() as u64));
+        let all: Vec<(GgufGrid, u64)> = self.plan.iter().filter_map(sized).collect();
+        let of = |grid: GgufGrid| all.iter().filter(|(g, _)| *g == grid).map(|(_, n)| n).sum::<u64>();
+        let main = all.iter().map(|(g, _)| *g).max_by_key(|g| of(*g))?;
+        Some((main, all.iter().map(|(_, n)| n).sum()))
+    }
+
+    /// Whether the source holds codes.
+    pub fn is_quantized(&self) -> bool {
+        self.quantized
+    }
+
     /// Compares a quantized source with what would be written, tensor by tensor; `None` for a float source, which is
     /// quantized here for the first time. `tick` is called after each tensor.
     ///
@@ -223,10 +248,8 @@ impl<'a> GgufExport<'a> {
     pub fn write(self, encode: &Encode, tick: &mut dyn FnMut()) -> Result<Proof, CheckpointError> {
         let table: Vec<TableRow> = self.plan.iter().map(Planned::row).collect();
         let head = header(&self.metadata, &table);
-        let size: u64 =
-            table.iter().map(|row| row.bytes().next_multiple_of(ALIGNMENT)).sum::<u64>() + head.len() as u64;
-        let mut writer =
-            FileWriter::create(&self.out, self.options.overwrite, MAGIC, size + 1024 * table.len() as u64)?;
+        let size = file_bytes(&table, &head);
+        let mut writer = FileWriter::create(&self.out, self.options.overwrite, MAGIC, size + proof_bytes(&table))?;
         writer.write(&head)?;
         let mut meant = Vec::with_capacity(self.plan.len());
         for p in &self.plan {
@@ -350,6 +373,16 @@ impl<'a> GgufExport<'a> {
         let copied = own.is_some_and(|own| own == bytes);
         Ok(Encoded { bytes, values, stored, copied })
     }
+}
+
+/// Bytes of a file with this header.
+fn file_bytes(table: &[TableRow], head: &[u8]) -> u64 {
+    table.iter().map(|row| row.bytes().next_multiple_of(ALIGNMENT)).sum::<u64>() + head.len() as u64
+}
+
+/// The proof grows with the number of tensors; 1 KiB a tensor is more than it needs.
+fn proof_bytes(table: &[TableRow]) -> u64 {
+    1024 * table.len() as u64
 }
 
 /// How the source stores a tensor.

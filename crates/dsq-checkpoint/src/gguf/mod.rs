@@ -129,6 +129,11 @@ impl GgufFile {
         Ok(out)
     }
 
+    /// The block grid of a tensor; `None` for plain floats, or no tensor.
+    pub(crate) fn grid(&self, name: &str) -> Option<GgufGrid> {
+        self.find(name)?.1.ty.grid()
+    }
+
     /// The block grid of a tensor and its blocks, rows in Hugging Face order; `None` for plain floats.
     ///
     /// # Errors

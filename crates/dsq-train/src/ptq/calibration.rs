@@ -2,6 +2,7 @@
 //! and not what is measured on the windows (see `hessian.rs`).
 
 use crate::TrainError;
+use sha2::{Digest, Sha256};
 
 /// Windows of one length, spread evenly over a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,6 +53,14 @@ impl Calibration {
     /// Tokens of all windows.
     pub fn tokens(&self) -> usize {
         self.windows.len() * self.context
+    }
+
+    /// SHA-256 of the windows, in hexadecimal.
+    pub fn sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update((self.context as u64).to_le_bytes());
+        self.windows.iter().flatten().for_each(|t| hash.update(t.to_le_bytes()));
+        format!("{:x}", hash.finalize())
     }
 
     /// How many batches there are.

@@ -18,6 +18,7 @@ pub mod cnn;
 mod gptaq;
 mod gptq;
 mod hessian;
+mod journal;
 mod kv_cache;
 mod layer;
 mod refit;
@@ -27,6 +28,7 @@ pub use blockwise::{BlockFit, Tuning};
 pub use calibration::Calibration;
 pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
+pub use journal::Journal;
 pub use kv_cache::kv_grids;
 pub use sensitivity::{Choice, Sensitivity, allocate, sensitivity};
 
@@ -209,13 +211,25 @@ pub struct PtqSettings<'a> {
     pub tuning: Tuning,
     /// Text of the end-to-end steps, of the model's vocabulary; `None`: that of the calibration.
     pub end_text: Option<&'a Calibration>,
+    /// Where finished blocks are written down, and taken up from.
+    pub journal: Option<&'a Journal>,
 }
 
 impl<'a> PtqSettings<'a> {
     /// `method` without scaled columns, float tensors as they are, and the usual training.
     pub fn new(config: &'a QuantConfig, method: PtqMethod) -> Self {
         let (scaling, weighted, tuning) = (Scaling::None, false, Tuning::default());
-        Self { config, method, scaling, weighted, float_dtype: None, inputs: &[], tuning, end_text: None }
+        Self {
+            config,
+            method,
+            scaling,
+            weighted,
+            float_dtype: None,
+            inputs: &[],
+            tuning,
+            end_text: None,
+            journal: None,
+        }
     }
 }
 
@@ -226,7 +240,7 @@ const WALKS: usize = 6;
 const WALKS_AGAIN: usize = 2;
 
 /// Quantizes every linear layer of `checkpoint` that the scheme names. Runs on the current rayon pool; any number of
-/// threads gives the same bits.
+/// threads gives the same bits, and so does a run that goes on from a journal.
 ///
 /// # Errors
 /// [`TrainError::Setting`] for grids of inputs that do not fit, [`TrainError::Model`] for another architecture or tensors that cannot be
@@ -243,7 +257,7 @@ pub fn quantize_llama(
     };
     check_inputs(&settings)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
-    for i in 0..model.num_hidden_layers {
+    for i in run.restore()?..model.num_hidden_layers {
         run.progress.layer = i;
         let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
         match settings.method {
@@ -254,6 +268,7 @@ pub fn quantize_llama(
             }
             PtqMethod::Blockwise | PtqMethod::AutoRound => run.blockwise_layer(layer)?,
         }
+        run.record(i)?;
     }
     run.progress.layer = model.num_hidden_layers;
     run.head()?;
