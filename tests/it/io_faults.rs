@@ -259,6 +259,18 @@ fn a_gguf_file_survives_every_failing_file_operation() {
     }
 }
 
+#[test]
+fn an_onnx_file_survives_every_failing_file_operation() {
+    if can_trace() {
+        let args = ["export", "packed", "--out", "out.onnx", "--format", "onnx", "--overwrite"];
+        let old = |dir: &Path| {
+            packed_model(dir);
+            works(dir, &["export", "model", "--out", "out.onnx", "--format", "onnx"]);
+        };
+        Job::new(&["out.onnx", "out.onnx.dsq-proof.json"], &args, old).sweep();
+    }
+}
+
 /// A run folder has more states than old and new: whatever fails, the run goes on from it (or begins again, where it had not
 /// begun), and ends with the bytes of an undisturbed run.
 #[test]

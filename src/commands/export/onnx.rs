@@ -2,8 +2,9 @@
 //! proof are dsq-checkpoint's.
 
 use super::{Args, quantized_inputs};
+use crate::plan::{self, Plan};
 use crate::{Global, error::CliError, output};
-use dsq_checkpoint::{Checkpoint, ModelConfig, OnnxExport, OnnxOptions, Proof, printable};
+use dsq_checkpoint::{Checkpoint, ModelConfig, OnnxExport, OnnxOptions, Proof, Workers, printable};
 use serde_json::json;
 use std::collections::BTreeMap;
 
@@ -13,9 +14,21 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
         let problem = "expected no such option with --format onnx, which keeps every code and scale, got it";
         return Err(CliError::usage(format!("--requantize: {problem}")));
     }
+    if args.max_shard_size.is_some() {
+        let problem = "an ONNX model is one file, or two; expected no such option, got it";
+        return Err(CliError::usage(format!("--max-shard-size: {problem}")));
+    }
     let ckpt = Checkpoint::open(&args.model)?;
     let options = OnnxOptions { dtype: args.dtype, overwrite: args.overwrite, ..OnnxOptions::default() };
     let export = OnnxExport::new(&ckpt, &args.out, options)?;
+    if args.plan {
+        let (disk, memory) = (export.bytes(), plan::stream_memory(&[], Workers::new(1)) + export.working_bytes());
+        let written = plan::write_rate(&args.out)?;
+        let measured = written.map_or_else(String::new, |w| format!("the disk takes {:.0} MB/s", w / 1e6));
+        // Reading, packing, hashing and reading back take about as long as 300 MB/s of writing.
+        let seconds = written.map_or(0.0, |w| disk as f64 / w) + disk as f64 / 3e8;
+        return Plan { memory, disk, seconds, measured }.tell(global, &args.out);
+    }
     // An image model's are in the graph.
     let inputs = if matches!(ckpt.config(), ModelConfig::Llama(_)) { quantized_inputs(&ckpt)? } else { 0 };
     let dequantized = export.dequantized();

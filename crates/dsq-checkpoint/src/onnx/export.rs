@@ -59,7 +59,9 @@ impl<'a> OnnxExport<'a> {
     pub fn new(source: &'a Checkpoint, out: &Path, options: OnnxOptions) -> Result<Self, CheckpointError> {
         check_output(&[source.path()], out)?;
         FileWriter::check(out, options.overwrite, MAGIC)?;
-        FileWriter::check(&data_path(out), options.overwrite, b"")?;
+        for data in data_paths(out) {
+            FileWriter::check(&data, options.overwrite, b"")?;
+        }
         if let Some(FloatType::F8E4M3 | FloatType::F8E8M0) = options.dtype {
             let problem = "expected f16, bf16 or f32 for float tensors, got a type of codes";
             return Err(CheckpointError::usage(out, "--dtype", problem));
@@ -103,20 +105,24 @@ impl<'a> OnnxExport<'a> {
         self.graph.units.iter().filter(|u| lost(&u.make)).count()
     }
 
-    /// Writes the file (and `FILE.onnx.data`, if its tensors are too many), reads it back, proves it equal to what was meant, and
+    /// Writes the file (and [`data_paths`], if its tensors are too many), reads it back, proves it equal to what was meant, and
     /// gives it its name; the proof is written beside it (`FILE.onnx.dsq-proof.json`). `tick` is called after each step.
     ///
     /// # Errors
     /// [`CheckpointError::Quant`] or [`CheckpointError::Numerics`] (6) for values that cannot be stored,
     /// [`CheckpointError::NoSpace`] or [`CheckpointError::Io`] (4). Nothing is left behind.
     pub fn write(self, tick: &mut dyn FnMut()) -> Result<Proof, CheckpointError> {
-        let tensors = || self.graph.units.iter().flat_map(|u| &u.tensors);
-        let total: u64 = tensors().map(|t| t.bytes() + PAGE).sum();
-        let external = tensors().map(|t| t.bytes()).sum::<u64>() > self.options.single_file_limit;
+        let tensors = self.graph.units.iter().flat_map(|u| &u.tensors);
+        let external = tensors.map(|t| t.bytes()).sum::<u64>() > self.options.single_file_limit;
         let overwrite = self.options.overwrite;
-        let data_out = data_path(&self.out);
+        // Two files cannot change their names in one step: new data take the name that the old model does not use, and the old
+        // model stands beside its own until the new one takes its name.
+        let old = Read::open(&self.out, &|name| beside(&self.out, name)).ok();
+        let old = old.and_then(|read| read.beside().map(Path::to_path_buf));
+        let [first, second] = data_paths(&self.out);
+        let data_out = if old.as_ref() == Some(&first) { second } else { first };
         let mut data = match external {
-            true => Some(FileWriter::create(&data_out, overwrite, b"", total)?),
+            true => Some(FileWriter::create(&data_out, overwrite, b"", self.bytes())?),
             false => None,
         };
         let (mut initializers, mut at) = (Vec::new(), 0u64);
@@ -152,8 +158,9 @@ impl<'a> OnnxExport<'a> {
         let mut file = FileWriter::create(&self.out, overwrite, MAGIC, bytes.len() as u64)?;
         file.write(&bytes)?;
         drop(bytes);
-        let data_read = data.as_ref().map(FileWriter::written).transpose()?;
-        let read = Read::open(file.written()?, data_read, &file_name(&data_out))?;
+        let data_read = data.as_ref().map(FileWriter::written).transpose()?.map(Path::to_path_buf);
+        let named = |name: &str| data_read.clone().filter(|_| name == file_name(&data_out));
+        let read = Read::open(file.written()?, &named)?;
         if read.model != model {
             return Err(read.differs("the graph"));
         }
@@ -172,17 +179,32 @@ impl<'a> OnnxExport<'a> {
         proof.files.insert(file_name(&self.out), model_hash);
         if let Some(data) = data {
             proof.files.insert(file_name(&data_out), data_hash);
-            // Two files cannot change their names in one step. The old model goes first: it must never stand beside new data.
-            if let Ok(old) = self.out.canonicalize() {
-                std::fs::remove_file(old).map_err(|e| CheckpointError::io(&self.out, "remove the old file", e))?;
-            }
             data.commit()?;
         }
         let text = serde_json::to_vec_pretty(&proof)
             .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
         file.commit()?;
         write_atomic(&proof_path(&self.out), &text)?;
+        if let Some(old) = old {
+            std::fs::remove_file(&old).map_err(|e| CheckpointError::io(&old, "remove what the old model used", e))?;
+        }
         Ok(proof)
+    }
+
+    /// Bytes of the tensors as they are written, padding counted whole.
+    pub fn bytes(&self) -> u64 {
+        self.graph.units.iter().flat_map(|u| &u.tensors).map(|t| t.bytes() + PAGE).sum()
+    }
+
+    /// Bytes of memory that writing takes at most: the largest layer in codes and floats, and of a single file the model, its
+    /// bytes, and what is read back.
+    pub fn working_bytes(&self) -> u64 {
+        let (total, largest) = self.graph.units.iter().fold((0, 0), |(total, largest), unit| {
+            let bytes = unit.tensors.iter().map(|t| t.bytes()).sum::<u64>();
+            (total + bytes, largest.max(bytes))
+        });
+        // A code of four bits is half a byte here, and a code and up to two floats on the way.
+        18 * largest + if total > self.options.single_file_limit { 0 } else { 4 * total }
     }
 
     fn model(&self, initializer: Vec<TensorProto>) -> ModelProto {
@@ -208,11 +230,18 @@ impl<'a> OnnxExport<'a> {
     }
 }
 
-/// Where the tensors of a large model lie: `FILE.onnx.data`.
-pub(super) fn data_path(file: &Path) -> PathBuf {
-    let mut name = file.as_os_str().to_owned();
-    name.push(".data");
-    PathBuf::from(name)
+/// Where the tensors of a large model lie: `FILE.onnx.data`, or `FILE.onnx.data2` where they replace those.
+pub(super) fn data_paths(file: &Path) -> [PathBuf; 2] {
+    [".data", ".data2"].map(|end| {
+        let mut name = file.as_os_str().to_owned();
+        name.push(end);
+        PathBuf::from(name)
+    })
+}
+
+/// The file beside a model that it calls by this name, if it is there. No other name is followed: it comes from a file.
+pub(super) fn beside(file: &Path, name: &str) -> Option<PathBuf> {
+    data_paths(file).into_iter().find(|p| file_name(p) == name && p.is_file())
 }
 
 /// The name of a file without its folders.
@@ -262,8 +291,8 @@ mod tests {
         let options = OnnxOptions { single_file_limit: 0, overwrite: true, dtype: None };
         let export = || OnnxExport::new(&ckpt, &out, options.clone()).unwrap();
         export().write(&mut || ()).unwrap();
-        let (export, data) = (export(), data_path(&out));
-        let open = || Read::open(&out, Some(&data), "m.onnx.data");
+        let (export, [data, _]) = (export(), data_paths(&out));
+        let open = || Read::open(&out, &|_| Some(data.clone()));
         let written = open().unwrap();
         let proven = || {
             let Ok(read) = open() else { return false };

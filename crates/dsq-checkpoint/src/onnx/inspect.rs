@@ -1,6 +1,6 @@
 //! What is in an ONNX file, and whether it is still what its export wrote. Not a model: nothing of it can be run here.
 
-use super::export::{data_path, file_name};
+use super::export::{beside, data_paths};
 use super::proof::{Read, check_graph, type_name};
 use super::proto::DataType;
 use crate::checkpoint::hex_sha256;
@@ -37,9 +37,7 @@ impl OnnxFile {
     /// # Errors
     /// [`CheckpointError::Invalid`] (3) for bytes that are no ONNX model, [`CheckpointError::Io`] (4).
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let data = data_path(path);
-        let beside = data.is_file().then_some(data.as_path());
-        let read = Read::open(path, beside, &file_name(&data))?;
+        let read = Read::open(path, &|name| beside(path, name))?;
         read.graph()?;
         Ok(Self { path: path.to_path_buf(), read })
     }
@@ -133,12 +131,13 @@ impl OnnxFile {
             Err(e) => return [faults, vec![Fault::new(Severity::Error, &self.path, "", e.to_string())]].concat(),
         };
         for (name, expected) in files.into_iter().flatten() {
-            let (path, got) = match name.ends_with(".data") {
-                true => (data_path(&self.path), &found[1]),
-                false => (self.path.clone(), &found[0]),
+            // The files may have other names by now.
+            let (path, got) = match data_paths(Path::new("")).iter().any(|p| name.ends_with(&*p.to_string_lossy())) {
+                true => (self.read.beside().unwrap_or(&self.path), &found[1]),
+                false => (self.path.as_path(), &found[0]),
             };
             if *expected != got.as_str() {
-                faults.push(Fault::new(Severity::Warning, &path, "", "changed since the export"));
+                faults.push(Fault::new(Severity::Warning, path, "", "changed since the export"));
             }
         }
         faults

@@ -32,22 +32,29 @@ pub(super) struct Read {
 }
 
 impl Read {
-    /// Decodes a model.
+    /// Decodes a model. `beside` finds the file that the model calls by a name, where it may.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for bytes that are no ONNX model, [`CheckpointError::Io`].
-    pub(super) fn open(path: &Path, data: Option<&Path>, location: &str) -> Result<Self, CheckpointError> {
+    pub(super) fn open(path: &Path, beside: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self, CheckpointError> {
         let bytes = read_bounded(path, MAX_MODEL)?;
         let model = ModelProto::decode(bytes.as_slice())
             .map_err(|e| CheckpointError::invalid(path, "", format!("expected an ONNX model, got other bytes: {e}")))?;
-        let data = match data {
+        let named = model.graph.iter().flat_map(|g| &g.initializer).find_map(|t| t.external("location"));
+        let location = named.unwrap_or_default().to_owned();
+        let data = match beside(&location) {
             None => None,
             Some(path) => {
-                let (file, len) = open_regular(path)?;
-                Some((path.to_path_buf(), file, len))
+                let (file, len) = open_regular(&path)?;
+                Some((path, file, len))
             }
         };
-        Ok(Self { path: path.to_path_buf(), model, data, location: location.into() })
+        Ok(Self { path: path.to_path_buf(), model, data, location })
+    }
+
+    /// The file with its tensors, if there is one.
+    pub(super) fn beside(&self) -> Option<&Path> {
+        self.data.as_ref().map(|(path, ..)| path.as_path())
     }
 
     pub(super) fn differs(&self, what: &str) -> CheckpointError {
@@ -79,7 +86,7 @@ impl Read {
             ));
         };
         let Some((path, file, len)) = self.data.as_ref().filter(|_| location == self.location) else {
-            let problem = format!("expected its bytes in {}, got {location}", self.location);
+            let problem = format!("expected its bytes in one file beside the model, by its name, got {location}");
             return Err(CheckpointError::invalid(&self.path, name, problem));
         };
         if offset.checked_add(length).is_none_or(|end| end > *len) {
