@@ -98,14 +98,14 @@ def lm_paths(model, sequences):
 
 
 def lm_logits(ctx, expect, folder, out, sequences, more=()):
-    """`folder`: what is exported, with the flags `more`; `out`: the file. dsq's runtime gives the reference."""
+    """`folder`: what is exported, with the flags `more` if it is in float; `out`: the file. dsq's runtime gives the reference."""
     config = json.loads((folder / "config.json").read_text())
-    ctx.dsq("export", folder, "--out", out, "--format", "onnx", *more)
     if more:
-        # The same floats in a folder.
+        # Lists stay f32 in the file; in a folder all are rounded.
         floats = out.with_suffix("")
         ctx.dsq("export", folder, "--out", floats, "--format", "safetensors", *more)
         folder = floats
+    ctx.dsq("export", folder, "--out", out, "--format", "onnx", *more)
     reference = [np.asarray(t) for t in ctx.dsq.logits(folder, sequences)]
     model, bound = Lm(out, config), lm_bound(folder)
     found = {way: difference(logits, reference) for way, logits in lm_paths(model, sequences).items()}

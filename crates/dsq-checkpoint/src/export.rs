@@ -226,7 +226,7 @@ pub struct TensorProof {
     pub name: String,
     /// `quantized`, `copied`, `converted`, `rescaled` (changed by a method, see `source.rescaled`), `dropped`, or `kv_cache` (the
     /// scales of a layer's keys and values, which no source tensor has). Of codes that became codes of another format: `transcoded`
-    /// (the values are equal) or `requantized` (they are not).
+    /// (the values are equal) or `requantized` (they are not). In an ONNX file `folded`: with its batch norm in it.
     pub became: &'static str,
     /// Why it was dropped.
     #[serde(skip_serializing_if = "Option::is_none")]
