@@ -1,7 +1,7 @@
 //! A calibrated `dsq quantize` that is killed at any moment goes on with `--resume` to the bytes of a run that nobody disturbed, and
 //! refuses to go on as another run. Not the methods (see `ptq.rs`).
 
-use crate::command::{dsq, text};
+use crate::command::text;
 use crate::ptq::{Case, fails};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -169,20 +169,9 @@ fn another_run_is_refused_by_name() {
     case.set("model.layers.1.mlp.up_proj.weight", 0.25);
     refused(&run, &["--resume"], &["model.tensors: expected", "as in the run, got"]);
     // Rounding has nothing to go on with.
-    let model = case.at("model");
-    fails(&["quantize", text(&model), "--resume"], &out, 2, &["--resume"]);
-    let more = dsq(&[
-        "quantize",
-        text(&model),
-        "--out",
-        text(&out),
-        "--kv-cache",
-        "int8",
-        "--calib",
-        text(&case.at("calib.txt")),
-        "--calib-tokens",
-        "512",
-        "--resume",
-    ]);
-    assert_eq!(more.status.code(), Some(2));
+    let (model, calib) = (case.at("model"), case.at("calib.txt"));
+    let rounding = ["quantize", text(&model), "--group-size", "32", "--resume"];
+    fails(&rounding, &out, 2, &["--resume", "got rtn"]);
+    let cache = ["--kv-cache", "int8", "--calib", text(&calib), "--calib-tokens", "512"];
+    fails(&[&rounding[..], &cache].concat(), &out, 2, &["--resume", "got rtn"]);
 }

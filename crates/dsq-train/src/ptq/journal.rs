@@ -143,10 +143,13 @@ fn ours_only(dir: &Path) -> bool {
 struct About {
     linears: Vec<LinearAbout>,
     norms: Vec<(String, FloatType)>,
-    inputs: Vec<(String, QuantArgs, Option<(u32, i32)>)>,
+    inputs: Vec<InputAbout>,
     fits: Vec<(usize, u64, u64, bool)>,
     latents: Vec<String>,
 }
+
+/// Module, scheme, and the bits of the scale with the zero point.
+type InputAbout = (String, QuantArgs, Option<(u32, i32)>);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct LinearAbout {
@@ -327,8 +330,11 @@ impl Run<'_> {
     }
 }
 
+/// Latent weights by module.
+type Latents = Vec<(String, Vec<f32>)>;
+
 /// What a finished block became, and its latent weights.
-fn read_block(path: &Path) -> Result<(PtqOutcome, Vec<(String, Vec<f32>)>), TrainError> {
+fn read_block(path: &Path) -> Result<(PtqOutcome, Latents), TrainError> {
     let file = SafetensorsFile::open(path)?;
     let (_, text) = file.read_stored("about")?;
     let about: About = serde_json::from_slice(&text)
