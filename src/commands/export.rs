@@ -122,7 +122,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             continue;
         }
         for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
-            done.insert(format!("{}.weight{part}", spec.module));
+            done.insert(ckpt.part(&spec.module, &format!("weight{part}")));
         }
         done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{}.{part}", spec.module)));
         if ckpt.has_empty_bias(&spec.module) {

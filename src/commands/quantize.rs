@@ -180,14 +180,19 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
+    let mut notes = Vec::new();
     let (layers, norms, mut about, trained) = match &text {
         Some(text) if looks => {
-            let Calibrated { layers, norms, trained } =
+            let Calibrated { layers, norms, trained, never_hit } =
                 calibrated::quantize(&args, global, &ckpt, &config, &specs, text)?;
             let mut about = text.about(&args);
             if let (Some(trained), Some(about)) = (&trained, about.as_object_mut()) {
                 about.extend(trained.about().as_object().cloned().unwrap_or_default());
             }
+            if !never_hit.is_empty() {
+                about["experts_never_hit"] = json!(never_hit);
+            }
+            notes.extend(calibrated::never_hit_note(&never_hit));
             (layers, norms, Some(about), trained)
         }
         text => {
@@ -208,7 +213,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let floats = float_tensors(&args, &ckpt, &specs, &norms)?;
     tensors.extend(norms);
     tensors.extend(floats);
-    let mut notes = trained.map(|t| t.notes()).unwrap_or_default();
+    notes.extend(trained.map(|t| t.notes()).unwrap_or_default());
     if let Some(text) = &text {
         let cache = kv_cache::grids(global, &model, &config, &tensors, text)?;
         notes.extend(kv_cache::note(&cache));
@@ -272,6 +277,13 @@ fn quant_config(
     let mut config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
     for text in &args.overrides {
         config.overrides.push(read_override(args, text, others, scale_dtype)?);
+    }
+    if let (Some(_), ModelConfig::Llama(c)) = (args.kv_cache, &*model)
+        && c.latent.is_some()
+    {
+        let problem = "servers hold the latent of latent attention, dsq the keys and values made of it, so that scales would mean \
+                       different things; expected no such option, got one";
+        return Err(CliError::usage(format!("--kv-cache: {}: {problem}", c.model_type)));
     }
     config.kv_cache = args.kv_cache.map(kv_cache::KvCacheName::scheme).transpose()?;
     if let ModelConfig::Llama(c) = model {

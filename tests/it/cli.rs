@@ -57,6 +57,8 @@ impl Models {
             rope_theta: 10_000.0,
             rope_scaling: None,
             windows: Vec::new(),
+            experts: None,
+            latent: None,
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

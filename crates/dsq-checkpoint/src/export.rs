@@ -264,7 +264,9 @@ pub fn export_folder_as(
     aux: Vec<(String, Vec<u8>)>,
     overwrite: bool,
 ) -> Result<Proof, CheckpointError> {
-    let dropped = drop_tied_head(out, config, &mut layers)?;
+    let (config, mut dropped) = drop_mtp_layers(config, &mut layers);
+    let config = &config;
+    dropped.extend(drop_tied_head(out, config, &mut layers)?);
     for layer in &layers {
         check_layer(out, layer, scheme)?;
     }
@@ -298,6 +300,37 @@ pub fn export_folder_as(
     Ok(proof)
 }
 
+/// Takes out the layers that predict tokens beyond the next, which dsq does not run, and gives the config without them and
+/// what is to be said of each of their tensors.
+fn drop_mtp_layers(config: &ModelConfig, layers: &mut Vec<ExportTensor>) -> (ModelConfig, Vec<TensorProof>) {
+    let mut config = config.clone();
+    let ModelConfig::Llama(c) = &mut config else { return (config, Vec::new()) };
+    let mut out = Vec::new();
+    layers.retain(|l| {
+        let name = match l {
+            ExportTensor::Float { name, .. }
+            | ExportTensor::Rescaled { name, .. }
+            | ExportTensor::Copy { name, .. } => name,
+            ExportTensor::Linear { .. } | ExportTensor::KvCache { .. } => return true,
+        };
+        let ahead = c.mtp_layer(name).is_some();
+        if ahead {
+            out.push(dropped(name.clone(), "a layer that predicts tokens beyond the next, which dsq does not run"));
+        }
+        !ahead
+    });
+    if let Some(latent) = &mut c.latent {
+        latent.mtp_layers = 0;
+    }
+    (config, out)
+}
+
+/// What is said of a tensor that is not in the folder.
+fn dropped(name: String, reason: &'static str) -> TensorProof {
+    let (became, reason) = ("dropped", Some(reason));
+    TensorProof { name, became, reason, source: None, underflow: 0, bits_per_weight: 0.0, stored: BTreeMap::new() }
+}
+
 /// Takes `lm_head` out of a tied model: it must be the embedding.
 fn drop_tied_head(
     out: &Path,
@@ -328,15 +361,7 @@ fn drop_tied_head(
         return Err(CheckpointError::usage(out, "lm_head.weight", problem)
             .with_hint("set tie_word_embeddings to false to store a matrix of its own"));
     }
-    Ok(Some(TensorProof {
-        name: "lm_head.weight".into(),
-        became: "dropped",
-        reason: Some("tie_word_embeddings: it is model.embed_tokens.weight"),
-        source: None,
-        underflow: 0,
-        bits_per_weight: 0.0,
-        stored: BTreeMap::new(),
-    }))
+    Ok(Some(dropped("lm_head.weight".into(), "tie_word_embeddings: it is model.embed_tokens.weight")))
 }
 
 fn check_layer(out: &Path, layer: &ExportTensor, scheme: Option<&QuantConfig>) -> Result<(), CheckpointError> {
@@ -531,6 +556,7 @@ fn quantization_value(
     }
     let mut ignore: Vec<String> =
         config.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(&m.as_str())).collect();
+    ignore.extend(config.always_float());
     if format != FolderFormat::CompressedTensors {
         ignore.retain(|m| m != "lm_head");
         return Some(columns::to_value(format, &groups[0].0, quantized.contains(&"lm_head"), &ignore));

@@ -25,7 +25,8 @@ mod write;
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use columns::{FolderFormat, convert_layers, fit_problem};
 pub use config::{
-    ConvLayer, EfficientNetConfig, LinearSpec, LlamaConfig, ModelConfig, ResNetConfig, RopeScaling, Rotary, Yarn,
+    ConvLayer, EfficientNetConfig, Experts, Groups, LATENT_NORM_EPS, Latent, LinearSpec, LlamaConfig, ModelConfig,
+    ResNetConfig, RopeScaling, Rotary, Routing, Scores, Yarn,
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
