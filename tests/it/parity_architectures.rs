@@ -237,3 +237,71 @@ fn the_commands_take_every_architecture() {
         assert!(name.starts_with(model_type) && model_type.len() > 4);
     }
 }
+
+/// Renames tensors of a folder's one file and replaces its config's `quantization_config`.
+fn rewrite(folder: &Path, rename: impl Fn(&str) -> String, quantization: Value) {
+    let file = folder.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let renamed: serde_json::Map<String, Value> = header.into_iter().map(|(k, v)| (rename(&k), v)).collect();
+    let mut text = serde_json::to_vec(&renamed).unwrap();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let out = [&(text.len() as u64).to_le_bytes()[..], &text, &bytes[end..]].concat();
+    std::fs::write(&file, out).unwrap();
+    let at = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&at).unwrap()).unwrap();
+    config["quantization_config"] = quantization;
+    std::fs::write(&at, config.to_string()).unwrap();
+    std::fs::remove_file(folder.join("dsq-proof.json")).unwrap();
+}
+
+/// A folder as DeepSeek publishes V3 (E4M3 in blocks of 128, `weight_scale_inv`): the same weights as in compressed-tensors, run,
+/// and exported as floats or as compressed-tensors. What its config says otherwise is refused by name.
+#[test]
+fn fp8_folders_of_deepseek_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |what: &str| dir.path().join(what);
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deepseek_v3_tiny");
+    let block = "FP8A16_BLOCK";
+    let more = ["--scheme", block, "--override", "kv_b_proj=FP8A16_BLOCK", "--scale-dtype", "f32"];
+    for out in ["ours", "fp8"] {
+        works(&[&["quantize", text(&model), "--out", text(&at(out))], &more[..]].concat());
+    }
+    let settings = serde_json::json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128]});
+    rewrite(&at("fp8"), |name| name.replace("weight_scale", "weight_scale_inv"), settings.clone());
+    assert!(works(&["inspect", text(&at("fp8"))]).contains("no faults found"));
+    works(&["export", text(&at("fp8")), "--out", text(&at("again")), "--format", "compressed-tensors"]);
+    works(&["export", text(&at("fp8")), "--out", text(&at("float")), "--format", "safetensors"]);
+    let [ours, fp8, again, float] = ["ours", "fp8", "again", "float"].map(|d| Checkpoint::open(&at(d)).unwrap());
+    assert!(fp8.info("model.layers.1.mlp.experts.3.up_proj.weight_scale_inv").is_some());
+    for spec in ours.config().linears() {
+        let (module, want) = (&spec.module, ours.linear(&spec.module).unwrap());
+        assert_eq!(fp8.is_quantized(module), module != "lm_head");
+        assert_eq!(fp8.linear(module).unwrap(), want, "{module}");
+        assert_eq!(again.linear(module).unwrap(), want, "{module}");
+        assert_eq!(float.linear(module).unwrap().into_f32(), want.into_f32(), "{module}");
+    }
+    let logits = |ckpt: &Checkpoint| {
+        let runtime = LlamaRuntime::load(ckpt, 1).unwrap();
+        let mut cache = runtime.new_cache(20).unwrap();
+        runtime.forward(&(0..20).collect::<Vec<u32>>(), &mut cache, Logits::All).unwrap()
+    };
+    assert_eq!(bits(&logits(&fp8)), bits(&logits(&ours)));
+    for (key, value, words) in [
+        ("weight_block_size", serde_json::json!([64, 64]), ["weight_block_size", "[64,64]"]),
+        ("weight_block_size", Value::Null, ["weight_block_size", "null"]),
+        ("activation_scheme", serde_json::json!("static"), ["activation_scheme", "static"]),
+        ("fmt", serde_json::json!("e5m2"), ["fmt", "e5m2"]),
+        ("scale_fmt", serde_json::json!("int"), ["scale_fmt", "int"]),
+        ("more", serde_json::json!(1), ["more", "does not know"]),
+    ] {
+        let mut config: Value = serde_json::from_slice(&std::fs::read(at("fp8").join("config.json")).unwrap()).unwrap();
+        config["quantization_config"] = settings.clone();
+        config["quantization_config"][key] = value;
+        std::fs::write(at("fp8").join("config.json"), config.to_string()).unwrap();
+        let e = Checkpoint::open(&at("fp8")).unwrap_err().to_string();
+        assert!(words.iter().all(|w| e.contains(w)), "{key}: {e}");
+    }
+}

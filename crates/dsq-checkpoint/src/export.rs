@@ -310,12 +310,13 @@ fn drop_mtp_layers(config: &ModelConfig, layers: &mut Vec<ExportTensor>) -> (Mod
         let name = match l {
             ExportTensor::Float { name, .. }
             | ExportTensor::Rescaled { name, .. }
-            | ExportTensor::Copy { name, .. } => name,
-            ExportTensor::Linear { .. } | ExportTensor::KvCache { .. } => return true,
+            | ExportTensor::Copy { name, .. } => name.clone(),
+            ExportTensor::Linear { module, .. } => format!("{module}.weight"),
+            ExportTensor::KvCache { .. } => return true,
         };
-        let ahead = c.mtp_layer(name).is_some();
+        let ahead = c.mtp_layer(&name).is_some();
         if ahead {
-            out.push(dropped(name.clone(), "a layer that predicts tokens beyond the next, which dsq does not run"));
+            out.push(dropped(name, "a layer that predicts tokens beyond the next, which dsq does not run"));
         }
         !ahead
     });

@@ -193,6 +193,7 @@ fn f049_keys_of_experts_and_latents_are_honoured_or_refused_by_name() {
     for (name, key, value, words) in [
         (mixtral, "num_experts_per_tok", json!(7), ["num_experts_per_tok", "at most the 6 experts"]),
         (mixtral, "num_local_experts", json!(0), ["num_local_experts", "got 0"]),
+        (mixtral, "num_local_experts", json!(1 << 20), ["num_local_experts", "at most 131072"]),
         (mixtral, "n_shared_experts", json!(1), ["n_shared_experts", "does not know this key"]),
         (mixtral, "auto_map", json!({"AutoModel": "x.py"}), ["auto_map", "own code"]),
         (v2, "scoring_func", json!("sigmoid"), ["scoring_func", "softmax"]),

@@ -68,6 +68,9 @@ pub(super) const FAMILY: [(&str, &str); 7] = [
     ("deepseek_v3", "DeepseekV3ForCausalLM"),
 ];
 
+/// Experts of all layers together: DeepSeek-V3 has 14,848. A config alone should not fill the memory with names.
+const MOST_EXPERTS: usize = 1 << 17;
+
 /// Keys of models with experts that only training asks for, or the place where an expert runs.
 const OF_EXPERTS_WITHOUT_MEANING: [&str; 6] =
     ["aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"];
@@ -136,6 +139,12 @@ impl LlamaConfig {
             _ if deepseek => Some(Experts::of_deepseek(f, model_type, &mut default)?),
             _ => None,
         };
+        if let Some(e) = experts.filter(|e| e.count.saturating_mul(num_hidden_layers) > MOST_EXPERTS) {
+            let key = if deepseek { "n_routed_experts" } else { "num_local_experts" };
+            let problem =
+                format!("expected at most {MOST_EXPERTS} over all {num_hidden_layers} layers, got {} a layer", e.count);
+            return Err(f.error(key, problem));
+        }
         let num_key_value_heads = f.size("num_key_value_heads")?.unwrap_or_else(|| {
             let fixed = match model_type {
                 "mistral" | "mixtral" => Some(8),

@@ -172,8 +172,8 @@ impl Run<'_> {
         let magnitudes: Vec<(String, f32)> = chosen.map(|(part, l)| (part, l.largest_magnitude())).collect();
         let global = self.shared_global(parts, magnitudes.iter().map(|(part, m)| (part.as_str(), *m)));
         // Of plain rounding, where columns were scaled.
-        let unscaled =
-            self.shared_global(parts, work.0.iter().map(|(part, l)| (part.as_str(), largest_magnitude(&l.original))));
+        let originals = work.0.iter().filter(|(part, _)| parts.contains(&part.as_str()));
+        let unscaled = self.shared_global(parts, originals.map(|(p, l)| (p.as_str(), largest_magnitude(&l.original))));
         let factor = if method.factors() && !h.is_empty() { Factor::new(&h) } else { None };
         for (part, linear) in layer.linears_mut() {
             let module = self.module(&part);
