@@ -202,7 +202,7 @@ impl LlamaConfig {
         });
         let rms_norm_eps = f.number("rms_norm_eps")?.unwrap_or_else(|| {
             let eps = if model_type == "mixtral" { 1e-5 } else { 1e-6 };
-            default("rms_norm_eps", eps.to_string());
+            default("rms_norm_eps", format!("{eps:e}"));
             eps
         }) as f32;
         if rms_norm_eps < 0.0 || !rms_norm_eps.is_finite() {
