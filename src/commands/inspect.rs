@@ -100,7 +100,7 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
             ("input_global_scale", false),
             ("input_zero_point", false),
         ] {
-            let name = format!("{}.{part}", spec.module);
+            let name = ckpt.part(&spec.module, part);
             if let Some(info) = ckpt.info(&name) {
                 bytes += if counts { info.bytes } else { 0 };
                 parts.insert(name);
@@ -264,17 +264,32 @@ fn describe_windows(c: &LlamaConfig) -> String {
     format!(", windows of {first} in {} layers", 1 + windows.count())
 }
 
+/// `heads 4/2 of 16`, or `4 heads of 24+8, values 16, latents 32`.
+fn describe_heads(c: &LlamaConfig) -> String {
+    let heads = c.num_attention_heads;
+    let Some(a) = &c.latent else { return format!("heads {heads}/{} of {}", c.num_key_value_heads, c.head_dim) };
+    let q = a.q_rank.map(|rank| format!(", of queries {rank}")).unwrap_or_default();
+    format!("{heads} heads of {}+{}, values {}, latents {}{q}", a.nope, a.rope, a.value, a.kv_rank)
+}
+
+/// `, 8 experts of 48 (2 a token, 1 shared) in 2 layers`.
+fn describe_experts(c: &LlamaConfig) -> String {
+    let Some(e) = &c.experts else { return String::new() };
+    let layers = (0..c.num_hidden_layers).filter(|&i| c.experts_of(i).is_some()).count();
+    let shared = if e.shared > 0 { format!(", {} shared", e.shared) } else { String::new() };
+    format!(", {} experts of {} ({} a token{shared}) in {layers} layers", e.count, e.width, e.routing.per_token)
+}
+
 fn describe(config: &ModelConfig) -> String {
     match config {
         ModelConfig::Llama(c) => format!(
-            "{}: {} layers, hidden {}, ffn {}, heads {}/{} of {}, vocabulary {}, context {}{}{}{}",
+            "{}: {} layers, hidden {}, ffn {}, {}{}, vocabulary {}, context {}{}{}{}",
             c.model_type,
             c.num_hidden_layers,
             c.hidden_size,
             c.intermediate_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
+            describe_heads(c),
+            describe_experts(c),
             c.vocab_size,
             c.max_position_embeddings,
             c.rope_scaling.map_or("", rope_name),

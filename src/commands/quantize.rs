@@ -281,10 +281,15 @@ impl Memory<'_> {
     ) -> Result<Made, CliError> {
         let Self { args, global, ckpt, target, specs, text } = *self;
         let Some(config) = target.scheme else { return Err(CliError::new(70, "quantizing without a scheme")) };
+        let mut notes = Vec::new();
         let (layers, norms, trained) = match (text, journal) {
             (Some(text), Some(journal)) => {
-                let Calibrated { layers, norms, trained } =
+                let Calibrated { layers, norms, trained, never_hit } =
                     calibrated::quantize(args, global, ckpt, config, specs, text, journal)?;
+                if let (false, Some(about)) = (never_hit.is_empty(), about.as_deref_mut()) {
+                    about["experts_never_hit"] = json!(never_hit);
+                }
+                notes.extend(calibrated::never_hit_note(&never_hit));
                 (layers, norms, trained)
             }
             _ => (stream::layers(args, global, ckpt, config, specs)?, Vec::new(), None),
@@ -298,7 +303,7 @@ impl Memory<'_> {
         let floats = float_tensors(args, ckpt, specs, &norms)?;
         tensors.extend(norms);
         tensors.extend(floats);
-        let mut notes: Vec<String> = trained.iter().flat_map(calibrated::Trained::notes).collect();
+        notes.extend(trained.iter().flat_map(calibrated::Trained::notes));
         if let Some(text) = text {
             let cache = kv_cache::grids(global, target.config, config, &tensors, text)?;
             notes.extend(kv_cache::note(&cache));
@@ -359,6 +364,13 @@ fn quant_config(
     let mut config = QuantConfig::new(scheme, &ignore).map_err(|e| CliError::usage(format!("--ignore: {e}")))?;
     for text in &args.overrides {
         config.overrides.push(read_override(args, text, others, scale_dtype)?);
+    }
+    if let (Some(_), ModelConfig::Llama(c)) = (args.kv_cache, &*model)
+        && c.latent.is_some()
+    {
+        let problem = "servers hold the latent of latent attention, dsq the keys and values made of it, so that scales would mean \
+                       different things; expected no such option, got one";
+        return Err(CliError::usage(format!("--kv-cache: {}: {problem}", c.model_type)));
     }
     config.kv_cache = args.kv_cache.map(kv_cache::KvCacheName::scheme).transpose()?;
     if let ModelConfig::Llama(c) = model {

@@ -510,6 +510,8 @@ fn read_llama(mut model: Section) -> Result<LlamaConfig, CliError> {
         rope_theta: model.number("rope_theta", 1.0..=1e12, Some(10_000.0))? as f32,
         rope_scaling: None,
         windows: Vec::new(),
+        experts: None,
+        latent: None,
         tie_word_embeddings: model.boolean("tie_word_embeddings", true)?,
         model_type: "llama".into(),
         bos_token_id: None,

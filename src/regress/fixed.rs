@@ -56,6 +56,8 @@ fn config() -> LlamaConfig {
         rope_theta: 10000.0,
         rope_scaling: None,
         windows: Vec::new(),
+        experts: None,
+        latent: None,
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_ids: Vec::new(),
@@ -135,7 +137,7 @@ fn tokens() -> Vec<u32> {
 /// The digest that stands for a recipe's: of everything that decides the numbers below.
 pub fn identity() -> String {
     // What a config has beyond the first baselines is left out where it says nothing, so that they stay usable.
-    let model = format!("{:?}", config()).replace("rope_scaling: None, windows: [], ", "");
+    let model = format!("{:?}", config()).replace("rope_scaling: None, windows: [], experts: None, latent: None, ", "");
     let text = format!("fixed {VERSION} {CONTEXT} {WINDOWS} {model} {:?}", schemes());
     hex(&Sha256::digest(text))
 }

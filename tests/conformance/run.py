@@ -26,6 +26,8 @@ EXPORT_BOUND = 1e-4
 TINY = ("llama_tiny", "llama_tiny_untied")
 # Other architectures, and rotary scaling: each scheme of weights once, and AWQ, which scales biases too.
 OTHERS = ("llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny")
+# Models with experts, which transformers holds as one tensor of all.
+EXPERTS = ("mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny")
 AWQ_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"]
 # name -> flags of `dsq quantize`; every hidden size of the tiny models divides by 32.
 EXPORTS = {
@@ -382,6 +384,37 @@ def export_logits(ctx, folder, name, flags):
     out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", flags)
     sequences = json.loads((folder / "tokens.json").read_text())
     return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
+
+
+def expert_logits(ctx, folder):
+    """A W4A16 export of a model with experts: every code is compressed-tensors' own, and transformers runs the float model of the values
+    that compressed-tensors decompresses."""
+    import shutil
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from safetensors.torch import save_file
+
+    out = ctx.dsq.quantize(folder, f"{folder.name}-w4a16", EXPORTS["w4a16-g32-f32"])
+    config, stored = json.loads((out / "config.json").read_text()), read_folder(out)
+    values = {}
+    for layer in [k.removesuffix(".weight_packed") for k in stored if k.endswith(".weight_packed")]:
+        parts = {k.removeprefix(f"{layer}."): v for k, v in stored.items() if k.startswith(f"{layer}.")}
+        scheme = QuantizationScheme(targets=["Linear"], weights=weight_args(config, layer, parts["weight_scale"].dtype))
+        values[layer] = PackedQuantizationCompressor.decompress(parts, scheme)["weight"].float()
+    codes = check_codes(out, read_folder(folder), values.__getitem__)
+    routers = [k.removesuffix(".weight") for k in stored if k.endswith("gate.weight")]
+    expect(set(routers) <= set(config["quantization_config"]["ignore"]), f"routers {routers} are not ignored")
+    plain = ctx.work / f"{folder.name}-decompressed"
+    plain.mkdir()
+    config.pop("quantization_config")
+    (plain / "config.json").write_text(json.dumps(config))
+    kept = {k: v for k, v in stored.items() if not any(k.startswith(f"{layer}.") for layer in values)}
+    save_file(kept | {f"{layer}.weight": v.contiguous() for layer, v in values.items()}, plain / "model.safetensors",
+              metadata={"format": "pt"})
+    sequences = json.loads((folder / "tokens.json").read_text())
+    figure = compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(plain), sequences), EXPORT_BOUND)
+    shutil.rmtree(plain)
+    return f"{codes}; {figure}"
 
 
 def ascii_tokenizer():
@@ -757,7 +790,9 @@ def onnx_lite0(ctx, name=None):
 
 
 def checks():
-    for tiny in TINY + OTHERS:
+    for tiny in EXPERTS:
+        yield f"expert-logits {tiny}", lambda ctx, f=GOLDEN / tiny: expert_logits(ctx, f)
+    for tiny in TINY + OTHERS + EXPERTS:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
     for tiny in OTHERS:
         for name in ("w4a16-g32-f32", "w4a16-channel-bf16", "w8a16-g32-bf16"):

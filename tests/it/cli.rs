@@ -58,6 +58,8 @@ impl Models {
             rope_theta: 10_000.0,
             rope_scaling: None,
             windows: Vec::new(),
+            experts: None,
+            latent: None,
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
@@ -511,7 +513,8 @@ fn f041_an_unknown_architecture_is_refused_by_name_in_every_command() {
     std::fs::write(m.path().join("ids.json"), "[[1, 2, 3]]").unwrap();
     m.with_config("packed", "neox", json!({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}));
     let want = "neox/config.json: model_type: architecture not supported; expected llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), \
-                qwen3 (Qwen3ForCausalLM), mistral (MistralForCausalLM), dsq_resnet or efficientnet_lite0, got gpt_neox\n";
+                qwen3 (Qwen3ForCausalLM), mistral (MistralForCausalLM), mixtral (MixtralForCausalLM), \
+                deepseek_v2 (DeepseekV2ForCausalLM), deepseek_v3 (DeepseekV3ForCausalLM), dsq_resnet or efficientnet_lite0, got gpt_neox\n";
     for args in [
         &["run", "neox", "--prompt", "x"][..],
         &["bench", "neox"],

@@ -1,11 +1,13 @@
-//! Parity of qwen2 (biases, windows), qwen3 (norms of heads), mistral (windows) and llama with scaled rotary positions on packed
-//! W4A16 models: prepared training graph == converted matrices == exported folder read back, bit for bit; and the logits of
+//! Parity of qwen2 (biases, windows), qwen3 (norms of heads), mistral (windows), mixtral (experts), deepseek_v2 and deepseek_v3 (experts,
+//! latent attention) and llama with scaled rotary positions on packed W4A16 models: prepared training graph == converted matrices == exported folder read back, bit for bit; and the logits of
 //! the runtime on that folder are those of the graph. Not the derived bound of the plain Llama (see `parity_llama.rs`): both
 //! passes are held against transformers in `tests/golden`, and against each other here.
 
 use crate::command::{text, works};
 use crate::parity_llama::{Case, bits, compare};
-use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig, RopeScaling, Yarn};
+use dsq_checkpoint::{
+    Checkpoint, Experts, Groups, Latent, LlamaConfig, ModelConfig, RopeScaling, Routing, Scores, Yarn,
+};
 use dsq_model::Llama;
 use dsq_runtime::{LlamaRuntime, Logits};
 use dsq_train::qat;
@@ -33,10 +35,53 @@ fn yarn() -> RopeScaling {
     })
 }
 
+/// Six experts of the width of the dense block, two a token.
+fn experts(scores: Scores, groups: Option<Groups>) -> Routing {
+    Routing { per_token: 2, scores, groups, normalized: scores == Scores::Sigmoid, scale: 1.5 }
+}
+
+fn deepseek(c: &mut LlamaConfig, q_rank: Option<usize>, routing: Routing) {
+    c.num_attention_heads = 4;
+    c.num_key_value_heads = 4;
+    c.head_dim = 6;
+    let (nope, value) = (9, 16);
+    c.latent = Some(Latent { q_rank, kv_rank: 64, nope, rope: 6, value, interleaved: true, mtp_layers: 0 });
+    let shared = usize::from(q_rank.is_some());
+    c.experts = Some(Experts { count: 6, width: 64, shared, first_layer: 1, every: 1, routing });
+}
+
 type Change = fn(&mut LlamaConfig);
 
 /// What makes the architecture of a case, and what would make it another one.
-const ARCHITECTURES: [(&str, Change, Change); 6] = [
+const ARCHITECTURES: [(&str, Change, Change); 9] = [
+    (
+        "mixtral",
+        |c| {
+            c.model_type = "mixtral".into();
+            let routing = Routing { normalized: true, scale: 1.0, ..experts(Scores::Softmax, None) };
+            let width = c.intermediate_size;
+            c.experts = Some(Experts { count: 5, width, shared: 0, first_layer: 0, every: 1, routing });
+        },
+        |c| c.experts.as_mut().unwrap().routing.per_token = 3,
+    ),
+    (
+        "deepseek_v2",
+        |c| {
+            c.model_type = "deepseek_v2".into();
+            deepseek(c, None, experts(Scores::Softmax, None));
+            let RopeScaling::Yarn(y) = yarn() else { return };
+            c.rope_scaling = Some(RopeScaling::Yarn(Yarn { mscale: Some(1.0), mscale_all_dim: Some(0.7), ..y }));
+        },
+        |c| c.rope_scaling = Some(yarn()),
+    ),
+    (
+        "deepseek_v3",
+        |c| {
+            c.model_type = "deepseek_v3".into();
+            deepseek(c, Some(64), experts(Scores::Sigmoid, Some(Groups { count: 3, kept: 2 })));
+        },
+        |c| c.latent.as_mut().unwrap().interleaved = false,
+    ),
     (
         "qwen2",
         |c| {
@@ -134,6 +179,19 @@ fn the_commands_take_every_architecture() {
             "mistral: 3 layers, hidden 64, ffn 96, heads 4/2 of 16, vocabulary 128, context 256, windows of 8 in 3 layers",
         ),
         ("llama_tiny_llama3rope", "context 256, rotary scaling llama3, tied"),
+        (
+            "mixtral_tiny",
+            "mixtral: 2 layers, hidden 32, ffn 32, heads 4/2 of 8, 6 experts of 32 (2 a token) in 2 layers, vocabulary 96",
+        ),
+        (
+            "deepseek_v2_lite_tiny",
+            "ffn 64, 4 heads of 24+8, values 16, latents 32, 6 experts of 32 (3 a token, 2 shared) in 1 layers, vocabulary 96",
+        ),
+        (
+            "deepseek_v2_tiny",
+            "4 heads of 24+8, values 40, latents 32, of queries 32, 8 experts of 32 (3 a token, 1 shared)",
+        ),
+        ("deepseek_v3_tiny", "context 256, rotary scaling yarn"),
     ] {
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let at = |what: &str| dir.path().join(format!("{name}-{what}"));
@@ -144,8 +202,28 @@ fn the_commands_take_every_architecture() {
         works(&["export", text(&packed), "--out", text(&again), "--format", "compressed-tensors"]);
         works(&["export", text(&packed), "--out", text(&float), "--format", "safetensors"]);
         let [source, packed, again, float] = [&model, &packed, &again, &float].map(|d| Checkpoint::open(d).unwrap());
-        assert!([&packed, &again, &float].iter().all(|c| c.config() == source.config()), "{name}");
-        let kept: Vec<String> = source.names().into_iter().filter(|n| !n.ends_with("_proj.weight")).collect();
+        let ModelConfig::Llama(mut config) = source.config().clone() else { panic!("{name}") };
+        // Layers for predictions beyond the next token are left out, by name.
+        let (ahead, mut kept): (Vec<String>, Vec<String>) =
+            source.names().into_iter().partition(|n| config.mtp_layer(n).is_some());
+        assert_eq!(ahead.len(), if name == "deepseek_v3_tiny" { 7 } else { 0 });
+        let proof: Value =
+            serde_json::from_slice(&std::fs::read(at("packed").join("dsq-proof.json")).unwrap()).unwrap();
+        let rows = proof["tensors"].as_array().unwrap();
+        assert!(ahead.iter().all(|n| rows.iter().any(|r| r["name"] == n.as_str() && r["became"] == "dropped")));
+        config.latent.iter_mut().for_each(|a| a.mtp_layers = 0);
+        let config = ModelConfig::Llama(config);
+        assert!([&packed, &again, &float].iter().all(|c| *c.config() == config), "{name}");
+        kept.retain(|n| !packed.is_quantized(n.strip_suffix(".weight").unwrap_or(n)));
+        // Routers and what makes keys and values of latents stay in float, and are named so.
+        assert_eq!(
+            kept.iter().any(|n| n.ends_with("gate.weight")),
+            name.starts_with("mixtral") || name.starts_with("deepseek")
+        );
+        assert_eq!(kept.iter().any(|n| n.ends_with("kv_b_proj.weight")), name.starts_with("deepseek"));
+        let ignored = &packed.quantization().unwrap().ignore_texts;
+        let inner = |n: &String| n.ends_with("gate.weight") || n.ends_with("kv_b_proj.weight");
+        assert!(kept.iter().filter(|n| inner(n)).all(|n| ignored.iter().any(|i| n.strip_suffix(".weight") == Some(i))));
         assert_eq!(kept.iter().any(|n| n.ends_with(".bias")), name == "qwen2_tiny");
         assert_eq!(kept.iter().any(|n| n.ends_with("k_norm.weight")), name == "qwen3_tiny");
         for tensor in kept {
@@ -155,6 +233,75 @@ fn the_commands_take_every_architecture() {
         // The config of the export, in the words of transformers.
         let config = std::fs::read(at("packed").join("config.json")).unwrap();
         let config: Value = serde_json::from_slice(&config).unwrap();
-        assert_eq!(config["model_type"], name.split('_').next().unwrap());
+        let model_type = config["model_type"].as_str().unwrap();
+        assert!(name.starts_with(model_type) && model_type.len() > 4);
+    }
+}
+
+/// Renames tensors of a folder's one file and replaces its config's `quantization_config`.
+fn rewrite(folder: &Path, rename: impl Fn(&str) -> String, quantization: Value) {
+    let file = folder.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let renamed: serde_json::Map<String, Value> = header.into_iter().map(|(k, v)| (rename(&k), v)).collect();
+    let mut text = serde_json::to_vec(&renamed).unwrap();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let out = [&(text.len() as u64).to_le_bytes()[..], &text, &bytes[end..]].concat();
+    std::fs::write(&file, out).unwrap();
+    let at = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&at).unwrap()).unwrap();
+    config["quantization_config"] = quantization;
+    std::fs::write(&at, config.to_string()).unwrap();
+    std::fs::remove_file(folder.join("dsq-proof.json")).unwrap();
+}
+
+/// A folder as DeepSeek publishes V3 (E4M3 in blocks of 128, `weight_scale_inv`): the same weights as in compressed-tensors, run,
+/// and exported as floats or as compressed-tensors. What its config says otherwise is refused by name.
+#[test]
+fn fp8_folders_of_deepseek_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |what: &str| dir.path().join(what);
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deepseek_v3_tiny");
+    let block = "FP8A16_BLOCK";
+    let more = ["--scheme", block, "--override", "kv_b_proj=FP8A16_BLOCK", "--scale-dtype", "f32"];
+    for out in ["ours", "fp8"] {
+        works(&[&["quantize", text(&model), "--out", text(&at(out))], &more[..]].concat());
+    }
+    let settings = serde_json::json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128]});
+    rewrite(&at("fp8"), |name| name.replace("weight_scale", "weight_scale_inv"), settings.clone());
+    assert!(works(&["inspect", text(&at("fp8"))]).contains("no faults found"));
+    works(&["export", text(&at("fp8")), "--out", text(&at("again")), "--format", "compressed-tensors"]);
+    works(&["export", text(&at("fp8")), "--out", text(&at("float")), "--format", "safetensors"]);
+    let [ours, fp8, again, float] = ["ours", "fp8", "again", "float"].map(|d| Checkpoint::open(&at(d)).unwrap());
+    assert!(fp8.info("model.layers.1.mlp.experts.3.up_proj.weight_scale_inv").is_some());
+    for spec in ours.config().linears() {
+        let (module, want) = (&spec.module, ours.linear(&spec.module).unwrap());
+        assert_eq!(fp8.is_quantized(module), module != "lm_head");
+        assert_eq!(fp8.linear(module).unwrap(), want, "{module}");
+        assert_eq!(again.linear(module).unwrap(), want, "{module}");
+        assert_eq!(float.linear(module).unwrap().into_f32(), want.into_f32(), "{module}");
+    }
+    let logits = |ckpt: &Checkpoint| {
+        let runtime = LlamaRuntime::load(ckpt, 1).unwrap();
+        let mut cache = runtime.new_cache(20).unwrap();
+        runtime.forward(&(0..20).collect::<Vec<u32>>(), &mut cache, Logits::All).unwrap()
+    };
+    assert_eq!(bits(&logits(&fp8)), bits(&logits(&ours)));
+    for (key, value, words) in [
+        ("weight_block_size", serde_json::json!([64, 64]), ["weight_block_size", "[64,64]"]),
+        ("weight_block_size", Value::Null, ["weight_block_size", "null"]),
+        ("activation_scheme", serde_json::json!("static"), ["activation_scheme", "static"]),
+        ("fmt", serde_json::json!("e5m2"), ["fmt", "e5m2"]),
+        ("scale_fmt", serde_json::json!("int"), ["scale_fmt", "int"]),
+        ("more", serde_json::json!(1), ["more", "does not know"]),
+    ] {
+        let mut config: Value = serde_json::from_slice(&std::fs::read(at("fp8").join("config.json")).unwrap()).unwrap();
+        config["quantization_config"] = settings.clone();
+        config["quantization_config"][key] = value;
+        std::fs::write(at("fp8").join("config.json"), config.to_string()).unwrap();
+        let e = Checkpoint::open(&at("fp8")).unwrap_err().to_string();
+        assert!(words.iter().all(|w| e.contains(w)), "{key}: {e}");
     }
 }

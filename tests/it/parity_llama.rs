@@ -60,6 +60,8 @@ impl Case {
             rope_theta: [10_000.0, 500_000.0, 50.0][pick / 7 % 3],
             rope_scaling: None,
             windows: Vec::new(),
+            experts: None,
+            latent: None,
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

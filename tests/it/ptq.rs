@@ -35,11 +35,16 @@ pub(super) struct Case {
 
 impl Case {
     pub(super) fn new() -> Self {
+        Self::of("llama_tiny")
+    }
+
+    /// The same of another golden model, of at least 96 rows.
+    pub(super) fn of(name: &str) -> Self {
         let this = Self { dir: tempfile::tempdir().unwrap() };
         let model = this.at("model");
         std::fs::create_dir(&model).unwrap();
         for file in ["config.json", "model.safetensors"] {
-            std::fs::copy(root("tests/golden/llama_tiny").join(file), model.join(file)).unwrap();
+            std::fs::copy(root("tests/golden").join(name).join(file), model.join(file)).unwrap();
         }
         std::fs::write(model.join("tokenizer.json"), tokenizer().to_string()).unwrap();
         let source = std::fs::read_to_string(root("recipes/data/pydoc/train.txt")).unwrap();
@@ -337,4 +342,53 @@ fn a_gguf_file_is_calibrated_with_its_own_tokenizer() {
         assert!(mean < if method == "gptq" { 0.5 } else { 0.95 }, "{method}: {mean}");
         assert!(works(&["inspect", text(&out)]).contains("no faults found"));
     }
+}
+
+/// Experts that no token is sent to are told by name and rounded, whatever the method; all others see their own tokens.
+#[test]
+fn experts_that_no_token_reaches_are_listed_and_rounded() {
+    let case = Case::of("deepseek_v3_tiny");
+    case.set("model.layers.1.mlp.gate.e_score_correction_bias", -100.0);
+    // Groups of two count for the sum of both.
+    let never: Vec<String> = (0..2)
+        .flat_map(|e| ["gate_proj", "up_proj", "down_proj"].map(|p| format!("model.layers.1.mlp.experts.{e}.{p}")))
+        .collect();
+    let weights = |out: &str, module: &str| {
+        let folder = dsq_checkpoint::Checkpoint::open(&case.at(out)).unwrap();
+        folder.linear(module).unwrap()
+    };
+    works(&["quantize", text(&case.at("model")), "--out", text(&case.at("rtn")), "--group-size", "32"]);
+    let others: Vec<String> = (2..8).map(|e| format!("model.layers.1.mlp.experts.{e}.up_proj")).collect();
+    for method in ["gptq", "gptaq", "awq", "autoround", "blockwise"] {
+        let more = ["--method", method, "--group-size", "32", "--calib-context", "64"];
+        let more = if method == "gptaq" { [&more[..], &["--awq-scales"]].concat() } else { more.to_vec() };
+        let seen = case.quantize(method, &more);
+        assert_eq!(seen["calibration"]["experts_never_hit"], json!(never), "{method}");
+        assert_eq!(weights(method, &never[0]), weights("rtn", &never[0]), "{method}");
+        assert!(others.iter().any(|m| weights(method, m) != weights("rtn", m)), "{method}");
+        assert!(works(&["inspect", text(&case.at(method))]).contains("no faults found"), "{method}");
+    }
+    // A stored grid of inputs covers what all tokens would give them.
+    let seen = case.quantize("fp8", &["--scheme", "FP8", "--calib-context", "64"]);
+    assert_eq!(seen["calibration"]["experts_never_hit"], json!(never));
+    let fp8 = dsq_checkpoint::Checkpoint::open(&case.at("fp8")).unwrap();
+    for module in &never {
+        let (_, p) = fp8.activation(module).unwrap().unwrap();
+        assert!(p.scale > 1e-4 && p.scale < 1.0, "{module}: {}", p.scale);
+    }
+    let mixtral = Case::of("mixtral_tiny");
+    for method in ["gptq", "awq", "blockwise", "autoround"] {
+        let seen = mixtral.quantize(method, &["--method", method, "--group-size", "32", "--calib-context", "64"]);
+        assert_eq!(seen["calibration"]["experts_never_hit"], Value::Null);
+        let rows = seen["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 44, "{method}");
+    }
+}
+
+#[test]
+fn a_cache_of_codes_is_refused_for_latents() {
+    let case = Case::of("deepseek_v2_lite_tiny");
+    let (model, calib) = (case.at("model"), case.at("calib.txt"));
+    let args = ["quantize", text(&model), "--group-size", "32", "--kv-cache", "int8", "--calib", text(&calib)];
+    fails(&args, &case.at("out"), 2, &["--kv-cache", "deepseek_v2", "latent"]);
 }

@@ -392,6 +392,12 @@ impl Checkpoint {
         Ok((dtype, bytes))
     }
 
+    /// The name of a tensor of a module; scales have another one in FP8 folders of DeepSeek.
+    pub fn part(&self, module: &str, suffix: &str) -> String {
+        let inv = suffix == "weight_scale" && self.quantization.as_ref().is_some_and(|q| q.scale_inv);
+        if inv { format!("{module}.weight_scale_inv") } else { format!("{module}.{suffix}") }
+    }
+
     /// Weight and activation scheme of a module, by the quantization config.
     pub(crate) fn group_args(&self, module: &str) -> Option<(QuantArgs, Option<QuantArgs>)> {
         let rank = self.info(&format!("{module}.weight_shape")).and_then(|i| i.shape.first().copied());
@@ -400,7 +406,7 @@ impl Checkpoint {
     }
 
     fn quantized(&self, module: &str) -> Result<LinearWeight, CheckpointError> {
-        let name = |suffix: &str| format!("{module}.{suffix}");
+        let name = |suffix: &str| self.part(module, suffix);
         let Some((mut args, inputs)) = self.group_args(module) else {
             let problem = "codes of a module that quantization_config does not name; expected a scheme, got none";
             return Err(self.invalid(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }), problem));

@@ -40,6 +40,16 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
     check_kv_cache(ckpt, &mut problems, &mut used);
     let mut faults = if problems.is_empty() { columns::check_values(ckpt)? } else { Vec::new() };
     let mut unused = Vec::new();
+    let ahead: Vec<String> = match ckpt.config() {
+        ModelConfig::Llama(c) => ckpt.names().into_iter().filter(|n| c.mtp_layer(n).is_some()).collect(),
+        _ => Vec::new(),
+    };
+    if let Some(first) = ahead.first() {
+        let what =
+            format!("{} tensors of layers that predict tokens beyond the next: neither run nor exported", ahead.len());
+        faults.push(Fault::new(Severity::Note, ckpt.path(), first, what));
+    }
+    used.extend(ahead);
     for name in ckpt.names() {
         if !used.contains(&name) && check_unused(ckpt, &name, &mut problems, &mut faults) {
             unused.push(name);
@@ -80,6 +90,11 @@ fn check_kv_cache(ckpt: &Checkpoint, problems: &mut Problems, used: &mut HashSet
         problems.push((kv_cache::KEY.into(), what.into()));
         return;
     };
+    if c.latent.is_some() {
+        let what = "scales of a latent, which dsq does not cache; expected null, got a scheme";
+        problems.push((kv_cache::KEY.into(), what.into()));
+        return;
+    }
     for i in 0..c.num_hidden_layers {
         match ckpt.kv_grid(i) {
             Ok(_) => {}
@@ -103,7 +118,7 @@ fn expect_float(ckpt: &Checkpoint, name: &str, shape: &[usize], problems: &mut P
 }
 
 fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, used: &mut HashSet<String>) {
-    let name = |suffix: &str| format!("{}.{suffix}", spec.module);
+    let name = |suffix: &str| ckpt.part(&spec.module, suffix);
     let (n, k) = (spec.n(), spec.k());
     used.extend(WEIGHT_PARTS.into_iter().chain(["bias"]).map(name));
     if ckpt.info(&name("bias")).is_some() {
@@ -252,6 +267,7 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: 
     let parts = [
         "weight_packed",
         "weight_scale",
+        "weight_scale_inv",
         "weight_global_scale",
         "weight_zero_point",
         "weight_g_idx",

@@ -29,6 +29,8 @@ pub struct QuantizationConfig {
     pub format: FolderFormat,
     /// Whether a GPTQ folder may have groups in another order than its inputs (`desc_act`).
     pub act_order: bool,
+    /// Whether scales are called `weight_scale_inv`, as in the FP8 folders of DeepSeek (they are multiplied with all the same).
+    pub scale_inv: bool,
 }
 
 /// Modules that share a scheme.
@@ -105,8 +107,9 @@ impl QuantizationConfig {
         match method {
             "compressed-tensors" => {}
             "gptq" | "awq" => return columns::parse(&f, method),
+            "fp8" => return fp8_blocks(&f),
             _ => {
-                let expected = "expected \"compressed-tensors\", \"gptq\" or \"awq\"";
+                let expected = "expected \"compressed-tensors\", \"gptq\", \"awq\" or \"fp8\"";
                 return Err(f.error("quant_method", format!("{expected}, got {method:?}")));
             }
         }
@@ -136,7 +139,7 @@ impl QuantizationConfig {
         let kv_cache = f.get(kv_cache::KEY).map(|v| kv_cache::from_value(v, file)).transpose()?;
         f.refuse_the_rest(&["version", "global_compression_ratio", "run_compressed", "dequantize"])?;
         let format = FolderFormat::CompressedTensors;
-        Ok(Self { groups, ignore, ignore_texts, kv_cache, format, act_order: false })
+        Ok(Self { groups, ignore, ignore_texts, kv_cache, format, act_order: false, scale_inv: false })
     }
 
     /// Reads a `quantize_config.json`, which older tools write without a method.
@@ -186,6 +189,42 @@ impl QuantizationConfig {
             "config_groups": map,
         })
     }
+}
+
+/// The config of DeepSeek's FP8 folders: E4M3 in blocks of 128 x 128. What they say of activations (quantized by the servers' own
+/// kernels, in runs of 128 of a token) is not done here: inputs stay in float.
+fn fp8_blocks(f: &Fields) -> Result<QuantizationConfig, CheckpointError> {
+    f.only("fmt", &json!("e4m3"), "the only FP8 codes of such folders")?;
+    f.only("activation_scheme", &json!("dynamic"), "scales of activations are not read")?;
+    f.required("weight_block_size", Ok(f.get("weight_block_size")))?;
+    f.only("weight_block_size", &json!([128, 128]), "the only blocks of such folders")?;
+    if let Some(other) = f.string("scale_fmt")?.filter(|s| !["ue8m0", "float"].contains(s)) {
+        return Err(f.error("scale_fmt", format!("expected \"ue8m0\" or \"float\", got {other:?}")));
+    }
+    let mut ignore_texts = f.strings("modules_to_not_convert")?.unwrap_or_default();
+    let mut ignore: Vec<Target> = ignore_texts.iter().cloned().map(Target::Part).collect();
+    // Never converted, and named by nobody.
+    ignore.push(Target::Text("lm_head".into()));
+    ignore_texts.push("lm_head".into());
+    f.refuse_the_rest(&[])?;
+    let target_texts = vec!["Linear".to_owned()];
+    let group = QuantizationGroup {
+        name: "fp8".into(),
+        targets: targets(f, "targets", &target_texts)?,
+        target_texts,
+        weights: QuantArgs::fp8(Granularity::PerBlock(128, 128), FloatType::F32),
+        activations: None,
+    };
+    let format = FolderFormat::CompressedTensors;
+    Ok(QuantizationConfig {
+        groups: vec![group],
+        ignore,
+        ignore_texts,
+        kv_cache: None,
+        format,
+        act_order: false,
+        scale_inv: true,
+    })
 }
 
 impl QuantizationGroup {

@@ -157,3 +157,87 @@ fn f048_tensors_of_another_type_are_told_by_name() {
         assert!(words.iter().all(|w| e.contains(w)), "{weights} as {config}: {e}");
     }
 }
+
+/// The config with one key changed.
+fn set(name: &str, key: &str, value: Value) -> Result<LlamaConfig, String> {
+    with(name, |c| drop(c.insert(key.into(), value)))
+}
+
+#[test]
+fn models_with_experts_open_and_their_configs_survive_json() {
+    for name in ["mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        let ckpt = Checkpoint::open(&golden(name)).unwrap();
+        let ModelConfig::Llama(c) = ckpt.config() else { panic!("{name}") };
+        let e = c.experts.unwrap();
+        assert_eq!((e.width, e.count), (32, if name.contains("lite") || name.contains("mixtral") { 6 } else { 8 }));
+        assert_eq!(c.latent.is_some(), name.starts_with("deepseek"));
+        let json = ckpt.config().to_json();
+        assert_eq!(ModelConfig::from_json(&json.to_string(), Path::new("x")).unwrap(), *ckpt.config(), "{json}");
+        assert_eq!(json.get("head_dim").is_some(), name == "mixtral_tiny", "{json}");
+        // Layers beyond the last are noted and no fault.
+        let noted = ckpt.faults().iter().any(|f| f.problem.contains("beyond the next"));
+        assert_eq!(noted, name == "deepseek_v3_tiny", "{:?}", ckpt.faults());
+        // What other tools take for linear layers and what is never quantized.
+        let routers = ckpt.config().always_float();
+        assert_eq!(routers.len(), if name == "mixtral_tiny" { 2 } else { 1 });
+        assert!(ckpt.config().linears().iter().all(|l| !routers.contains(&l.module)));
+    }
+    let v3 = set("deepseek_v3_tiny", "num_nextn_predict_layers", json!(0)).unwrap();
+    assert_eq!((v3.latent.unwrap().mtp_layers, v3.mtp_layer("model.layers.2.enorm.weight")), (0, None));
+    assert_eq!(read(&value("deepseek_v3_tiny")).unwrap().mtp_layer("model.layers.2.enorm.weight"), Some(2));
+}
+
+#[test]
+fn f049_keys_of_experts_and_latents_are_honoured_or_refused_by_name() {
+    let (mixtral, lite, v2, v3) = ("mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny");
+    for (name, key, value, words) in [
+        (mixtral, "num_experts_per_tok", json!(7), ["num_experts_per_tok", "at most the 6 experts"]),
+        (mixtral, "num_local_experts", json!(0), ["num_local_experts", "got 0"]),
+        (mixtral, "num_local_experts", json!(1 << 20), ["num_local_experts", "at most 131072"]),
+        (mixtral, "n_shared_experts", json!(1), ["n_shared_experts", "does not know this key"]),
+        (mixtral, "auto_map", json!({"AutoModel": "x.py"}), ["auto_map", "own code"]),
+        (v2, "scoring_func", json!("sigmoid"), ["scoring_func", "softmax"]),
+        (v2, "topk_method", json!("noaux_tc"), ["topk_method", "group_limited_greedy"]),
+        (v2, "topk_group", Value::Null, ["topk_group", "null"]),
+        (v2, "n_group", json!(3), ["n_group", "a divisor of the 8 experts"]),
+        (v2, "topk_group", json!(1), ["topk_group", "num_experts_per_tok = 3, got 1"]),
+        (v2, "norm_topk_prob", json!(true), ["norm_topk_prob", "disagree"]),
+        (v2, "num_key_value_heads", json!(2), ["num_key_value_heads", "expected 4, got 2"]),
+        (v2, "attention_bias", json!(true), ["attention_bias", "true"]),
+        (v2, "rope_interleave", json!(true), ["rope_interleave", "does not know this key"]),
+        (v2, "head_dim", json!(24), ["head_dim", "qk_rope_head_dim"]),
+        (v2, "qk_rope_head_dim", json!(7), ["qk_rope_head_dim", "even"]),
+        (v2, "routed_scaling_factor", json!(0), ["routed_scaling_factor", "positive"]),
+        (v2, "moe_layer_freq", json!(0), ["moe_layer_freq", "got 0"]),
+        (v3, "scoring_func", json!("softmax"), ["scoring_func", "sigmoid"]),
+        (v3, "topk_method", json!("greedy"), ["topk_method", "noaux_tc"]),
+        (v3, "n_group", json!(8), ["n_group", "at least 2 a group"]),
+        (v3, "num_nextn_predict_layers", json!(-1), ["num_nextn_predict_layers", "-1"]),
+        (v3, "sliding_window", json!(8), ["sliding_window", "attention is full"]),
+    ] {
+        let e = set(name, key, value.clone()).expect_err(&format!("{name} {key} {value}"));
+        assert!(words.iter().all(|w| e.contains(w)), "{name} {key}: {e}");
+    }
+    // What training or placement alone asks for says nothing here.
+    for key in ["aux_loss_alpha", "router_aux_loss_coef", "ep_size", "seq_aux"] {
+        assert_eq!(set(v2, key, json!(1)).unwrap(), read(&value(v2)).unwrap(), "{key}");
+        assert!(set("llama_tiny", key, json!(1)).unwrap_err().contains(key));
+    }
+    let e = read(&value(lite)).unwrap().experts.unwrap();
+    assert_eq!((e.shared, e.first_layer, e.routing.groups), (2, 1, None), "greedy: n_group says nothing");
+    let every = |n: usize| {
+        let c = set(lite, "moe_layer_freq", json!(n)).unwrap();
+        (0..4).map(|i| c.experts_of(i).is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(every(1), [false, true, true, true]);
+    assert_eq!(every(2), [false, false, true, false]);
+    assert_eq!(set(v2, "n_shared_experts", Value::Null).unwrap().experts.unwrap().shared, 0);
+    // The published folders name code that is theirs; what runs is dsq's.
+    assert_eq!(set(v3, "auto_map", json!({"AutoModel": "x.py"})).unwrap(), read(&value(v3)).unwrap());
+    assert!(set(v3, "rope_interleave", json!(false)).is_ok_and(|c| !c.latent.unwrap().interleaved));
+    // Defaults are those of transformers.
+    let without = |name: &str, keys: &[&str]| with(name, |c| keys.iter().for_each(|k| drop(c.remove(*k)))).unwrap();
+    let c = without(mixtral, &["rope_theta", "num_local_experts", "num_experts_per_tok", "rms_norm_eps"]);
+    assert_eq!((c.rope_theta, c.rms_norm_eps), (1e6, 1e-5));
+    assert_eq!(c.experts.map(|e| (e.count, e.routing.per_token)), Some((8, 2)));
+}

@@ -359,7 +359,7 @@ fn damaged_awq_folders_are_refused() {
     damaged(&["weight", "codes of a module that quantization_config does not name"], &|f| {
         f.settings(set("modules_to_not_convert", json!(["k_proj"])))
     });
-    damaged(&["quant_method", "\"gptq\" or \"awq\""], &|f| f.settings(set("quant_method", json!("hqq"))));
+    damaged(&["quant_method", "\"awq\" or \"fp8\""], &|f| f.settings(set("quant_method", json!("hqq"))));
     damaged(&["qzeros", "expected this tensor"], &|f| {
         f.tensors(|all| all.retain(|t| t.name != format!("{MODULE}.qzeros")))
     });

@@ -270,7 +270,7 @@ fn f049_quantization_configs_that_dsq_cannot_run() {
         move |c: &mut Value| c["quantization_config"]["config_groups"]["group_0"]["weights"][key] = bad
     };
     model.refuses(
-        &["quantization_config.quant_method", "\"gptq\" or \"awq\", got \"hqq\""],
+        &["quantization_config.quant_method", "\"awq\" or \"fp8\", got \"hqq\""],
         q("quant_method", json!("hqq")),
     );
     model.refuses(&["quantization_config.config_groups.group_0.format", "marlin-24"], |c| {

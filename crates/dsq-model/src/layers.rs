@@ -7,6 +7,7 @@ use crate::ops;
 use crate::{LearnedGrid, LearnedInput, Lora};
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
+use dsq_checkpoint::LlamaConfig;
 use dsq_quant::{GgufGrid, InputGrid, QuantArgs, QuantError, QuantizedMatrix, WeightObserver};
 use std::sync::Arc;
 
@@ -46,6 +47,23 @@ impl Linear {
         let (bias, grid, lora, quant, global, blocks) = (None, None, None, None, None, None);
         let (inputs, input) = (None, None);
         Self { weight, bias, grid, lora, codes: false, quant, global, blocks, inputs, input }
+    }
+
+    /// The linear layer `part` of layer `i` of a model, `[n, k]`, with its bias where it has one; `values` gives the tensors.
+    pub(crate) fn build<E>(
+        config: &LlamaConfig,
+        i: usize,
+        part: &str,
+        [n, k]: [usize; 2],
+        device: &Device,
+        values: &mut impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
+        let module = format!("model.layers.{i}.{part}");
+        let mut linear = Self::from_values(values(&format!("{module}.weight"), &[n, k])?, [n, k], device);
+        if config.has_bias(&module) {
+            linear.set_bias(values(&format!("{module}.bias"), &[n])?);
+        }
+        Ok(linear)
     }
 
     /// The bias `[n]`, if there is one.
@@ -383,6 +401,38 @@ pub struct SwiGlu {
 }
 
 impl SwiGlu {
+    /// The block of width `ffn` in layer `i`, whose gate, up and down have the ends `names`.
+    pub(crate) fn build<E>(
+        config: &LlamaConfig,
+        i: usize,
+        names: [String; 3],
+        ffn: usize,
+        device: &Device,
+        values: &mut impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
+        let (d, [gate, up, down]) = (config.hidden_size, names);
+        Ok(Self {
+            gate_proj: Linear::build(config, i, &gate, [ffn, d], device, values)?,
+            up_proj: Linear::build(config, i, &up, [ffn, d], device, values)?,
+            down_proj: Linear::build(config, i, &down, [d, ffn], device, values)?,
+        })
+    }
+
+    /// Gate, up and down.
+    pub(crate) fn linears(&self) -> [&Linear; 3] {
+        [&self.gate_proj, &self.up_proj, &self.down_proj]
+    }
+
+    /// [`SwiGlu::linears`], to change them.
+    pub(crate) fn linears_mut(&mut self) -> [&mut Linear; 3] {
+        [&mut self.gate_proj, &mut self.up_proj, &mut self.down_proj]
+    }
+
+    /// `x [.., d]` to `[.., d]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.down_proj.forward(self.inner(x))
+    }
+
     /// The input `[.., ffn]` of `down`, from `x [.., d]`: `silu(gate(x)) * up(x)`.
     pub fn inner<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let [gate, up] = forward_many([&self.gate_proj, &self.up_proj], x);

@@ -5,7 +5,9 @@
 //! two forward passes exist on purpose, tied by the parity test.
 
 mod error;
+mod experts;
 pub mod fake_quant;
+mod latent;
 pub mod layers;
 mod learned_grid;
 mod learned_input;
@@ -17,9 +19,14 @@ pub mod resnet;
 
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
+pub use experts::{Experts, FeedForward, Routed, Router};
+pub use latent::LatentAttention;
 pub use learned_grid::LearnedGrid;
 pub use learned_input::LearnedInput;
-pub use llama::{Layer, Llama, SelfAttention, Sequences, Watch, next_token_labels, tensor_name};
+pub use llama::{
+    Attention, Layer, Llama, SelfAttention, Sequences, Watch, enter, leave, next_token_labels, parameter_path,
+    tensor_name,
+};
 pub use lora::Lora;
 pub use ops::distill::Teacher;
 pub use ops::hidden::HiddenTarget;

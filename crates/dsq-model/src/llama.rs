@@ -1,6 +1,9 @@
 //! The Llama family with gradients, in the names of Hugging Face `transformers`: RMSNorm, grouped-query attention with
-//! rotary positions (half a head apart), SwiGLU, tied or untied output; biases of qwen2, norms of heads of qwen3, attention windows. Not a tokenizer and not text generation.
+//! rotary positions (half a head apart), SwiGLU, tied or untied output; biases of qwen2, norms of heads of qwen3, attention windows;
+//! experts of mixtral and deepseek (see `experts.rs`), latent attention (`latent.rs`). Not a tokenizer and not text generation.
 
+use crate::experts::{Experts, FeedForward};
+use crate::latent::{self, LatentAttention};
 use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu, forward_many};
 use crate::ops;
 use crate::{HiddenTarget, IGNORED, ModelError, Teacher};
@@ -13,7 +16,6 @@ use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
 };
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Standard deviation of new weights; matrices that write to the residual stream get it divided by
@@ -37,23 +39,36 @@ pub struct SelfAttention {
     k_norm: Option<RmsNorm>,
 }
 
+/// The kinds of attention.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)]
+pub enum Attention {
+    /// Heads of queries in groups that share a head of keys and values.
+    Grouped(SelfAttention),
+    /// Keys and values of all heads made of one latent.
+    Latent(LatentAttention),
+}
+
 /// One layer.
 #[derive(Module, Debug)]
 pub struct Layer {
     /// Norm before attention.
     pub input_layernorm: RmsNorm,
     /// Attention.
-    pub self_attn: SelfAttention,
+    pub self_attn: Attention,
     /// Norm before the feed-forward block.
     pub post_attention_layernorm: RmsNorm,
     /// Feed-forward block.
-    pub mlp: SwiGlu,
+    pub mlp: FeedForward,
     /// The grids on which attention sees rotated keys and values; `None`: as they are.
     #[module(skip)]
     kv: Option<KvGrid>,
     /// Positions that a token sees; `None`: all before it.
     #[module(skip)]
     window: Option<usize>,
+    /// Ends of the module names of the linear layers, in the order of the model.
+    #[module(skip)]
+    names: Arc<Vec<String>>,
 }
 
 /// Shape and rotary tables of a batch: `b` sequences of `t` tokens.
@@ -67,6 +82,10 @@ impl Sequences {
     /// For `b` sequences of `t` tokens in a model of this architecture.
     pub fn new(config: &LlamaConfig, b: usize, t: usize) -> Self {
         let c = config;
+        if let Some(a) = &c.latent {
+            let (shape, rope) = latent::sequences(c, a, b, t);
+            return Self { shape, rope: Arc::new(rope) };
+        }
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         // The window is the layer's.
         let shape = AttentionShape { b, t, heads, kv_heads, d: c.head_dim, window: None };
@@ -117,10 +136,17 @@ impl Layer {
     /// Keys after the rotary embedding and values, as they go into a KV cache (not on its grids), in any order: from the input of
     /// q_proj, k_proj and v_proj.
     pub fn keys_and_values(&self, h: Tensor<3>, batch: &Sequences) -> [Vec<f32>; 2] {
-        let a = &self.self_attn;
-        let [k, v] = forward_many([&a.k_proj, &a.v_proj], h);
-        let k = host(norm_heads(a.k_norm.as_ref(), k, batch.shape.d));
-        [batch.shape.rotated_keys(&k, &batch.rope), host(v)]
+        let [k, v] = match &self.self_attn {
+            Attention::Grouped(a) => {
+                let [k, v] = forward_many([&a.k_proj, &a.v_proj], h);
+                [norm_heads(a.k_norm.as_ref(), k, batch.shape.d), v]
+            }
+            Attention::Latent(a) => {
+                let [_, k, v] = a.heads(h);
+                [k, v]
+            }
+        };
+        [batch.shape.rotated_keys(&host(k), &batch.rope), host(v)]
     }
 
     /// Asks `values` for every tensor of layer `i`.
@@ -131,29 +157,29 @@ impl Layer {
         values: &mut impl FnMut(&str, &[usize]) -> Result<Vec<f32>, E>,
     ) -> Result<Self, E> {
         let c = config;
-        let (d, ffn, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
+        let (d, eps) = (c.hidden_size, c.rms_norm_eps);
         let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-        let mut linear = |part: &str, n: usize, k: usize| {
-            let module = format!("model.layers.{i}.{part}");
-            let weight = values(&format!("{module}.weight"), &[n, k])?;
-            let mut linear = Linear::from_values(weight, [n, k], device);
-            if c.has_bias(&module) {
-                linear.set_bias(values(&format!("{module}.bias"), &[n])?);
+        let mut self_attn = match &c.latent {
+            Some(a) => Attention::Latent(LatentAttention::build(c, a, i, device, values)?),
+            None => {
+                let mut linear =
+                    |part: &str, shape| Linear::build(c, i, &format!("self_attn.{part}"), shape, device, values);
+                Attention::Grouped(SelfAttention {
+                    q_proj: linear("q_proj", [q, d])?,
+                    k_proj: linear("k_proj", [kv, d])?,
+                    v_proj: linear("v_proj", [kv, d])?,
+                    o_proj: linear("o_proj", [d, q])?,
+                    q_norm: None,
+                    k_norm: None,
+                })
             }
-            Ok(linear)
         };
-        let mut self_attn = SelfAttention {
-            q_proj: linear("self_attn.q_proj", q, d)?,
-            k_proj: linear("self_attn.k_proj", kv, d)?,
-            v_proj: linear("self_attn.v_proj", kv, d)?,
-            o_proj: linear("self_attn.o_proj", d, q)?,
-            q_norm: None,
-            k_norm: None,
-        };
-        let mlp = SwiGlu {
-            gate_proj: linear("mlp.gate_proj", ffn, d)?,
-            up_proj: linear("mlp.up_proj", ffn, d)?,
-            down_proj: linear("mlp.down_proj", d, ffn)?,
+        let mlp = match Experts::build(c, i, device, values)? {
+            Some(experts) => FeedForward::Experts(experts),
+            None => {
+                let (names, ffn) = (LlamaConfig::dense_names(false), c.intermediate_size);
+                FeedForward::Dense(SwiGlu::build(c, i, names, ffn, device, values)?)
+            }
         };
         let mut norm = |part: &str, width: usize| {
             let name = format!("model.layers.{i}.{part}.weight");
@@ -161,19 +187,27 @@ impl Layer {
         };
         let input_layernorm = norm("input_layernorm", d)?;
         let post_attention_layernorm = norm("post_attention_layernorm", d)?;
-        if c.has_head_norms() {
-            self_attn.q_norm = Some(norm("self_attn.q_norm", c.head_dim)?);
-            self_attn.k_norm = Some(norm("self_attn.k_norm", c.head_dim)?);
+        if let (Attention::Grouped(a), true) = (&mut self_attn, c.has_head_norms()) {
+            a.q_norm = Some(norm("self_attn.q_norm", c.head_dim)?);
+            a.k_norm = Some(norm("self_attn.k_norm", c.head_dim)?);
         }
-        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp, kv: None, window: c.window(i) })
+        let names = Arc::new(c.layer_linears(i).into_iter().map(|l| l.0).collect());
+        Ok(Self { input_layernorm, self_attn, post_attention_layernorm, mlp, kv: None, window: c.window(i), names })
     }
 
-    /// Excludes what is never quantized from training: norms and biases.
+    /// Excludes what is never quantized from training: norms, biases and routers.
     pub fn freeze_floats(mut self) -> Self {
         self.input_layernorm = self.input_layernorm.no_grad();
         self.post_attention_layernorm = self.post_attention_layernorm.no_grad();
-        self.self_attn.q_norm = self.self_attn.q_norm.map(Module::no_grad);
-        self.self_attn.k_norm = self.self_attn.k_norm.map(Module::no_grad);
+        self.self_attn = match self.self_attn {
+            Attention::Grouped(mut a) => {
+                a.q_norm = a.q_norm.map(Module::no_grad);
+                a.k_norm = a.k_norm.map(Module::no_grad);
+                Attention::Grouped(a)
+            }
+            Attention::Latent(a) => Attention::Latent(a.freeze_norms()),
+        };
+        self.mlp = self.mlp.freeze_floats();
         self.linears_mut().into_iter().for_each(|(_, linear)| linear.freeze_bias());
         self
     }
@@ -182,8 +216,13 @@ impl Layer {
     pub fn forward(&self, x: Tensor<3>, batch: &Sequences) -> Tensor<3> {
         let attended = self.o_input(self.qkv_input(x.clone()), batch);
         let x = self.after_attention(x, attended);
-        let inner = self.down_input(self.gate_up_input(x.clone()));
-        self.after_mlp(x, inner)
+        self.after_feed_forward(x)
+    }
+
+    /// The residual stream after the layer, from that after attention.
+    pub fn after_feed_forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let h = self.gate_up_input(x.clone());
+        x + self.mlp.forward(h)
     }
 
     /// [`Layer::forward`] of layer `i`, whose inputs `watch` sees.
@@ -195,73 +234,129 @@ impl Layer {
         watch: &mut Watch<E>,
     ) -> Result<Tensor<3>, E> {
         let h = self.qkv_input(x.clone());
-        self.show(i, 0..3, &h, watch)?;
-        let attended = self.o_input(h, batch);
-        self.show(i, 3..4, &attended, watch)?;
+        let mut attended = h.clone();
+        for set in self.attention_sets() {
+            attended = self.attention_input(set[0], h.clone(), batch);
+            self.show(i, &set, &attended, watch)?;
+        }
         let x = self.after_attention(x, attended);
         let h = self.gate_up_input(x.clone());
-        self.show(i, 4..6, &h, watch)?;
-        let inner = self.down_input(h);
-        self.show(i, 6..7, &inner, watch)?;
-        Ok(self.after_mlp(x, inner))
+        let routed = match &self.mlp {
+            FeedForward::Dense(_) => return Ok(x + self.block_watched(i, 0, h, watch)?),
+            FeedForward::Experts(experts) => experts.route(h.clone()),
+        };
+        let mut outs = Vec::new();
+        for e in routed.hit() {
+            let tokens = routed.tokens_of(e);
+            let dims = tokens.dims();
+            outs.push(self.block_watched(i, e, tokens.unsqueeze::<3>(), watch)?.reshape(dims));
+        }
+        let mut sum = routed.combine(outs, h.dims());
+        let shared = self.mlp.blocks().len() - 1;
+        if matches!(&self.mlp, FeedForward::Experts(e) if e.shared().is_some()) {
+            sum = sum + self.block_watched(i, shared, h, watch)?;
+        }
+        Ok(x + sum)
+    }
+
+    /// The output of block `j` of the feed-forward blocks, whose inputs `watch` sees.
+    fn block_watched<E>(&mut self, i: usize, j: usize, h: Tensor<3>, watch: &mut Watch<E>) -> Result<Tensor<3>, E> {
+        let [gate, up, down] = self.block_names(j);
+        self.show(i, &[gate.as_str(), up.as_str()], &h, watch)?;
+        let inner = self.mlp.blocks()[j].inner(h);
+        self.show(i, &[down.as_str()], &inner, watch)?;
+        Ok(self.mlp.blocks()[j].down_proj.forward(inner))
     }
 
     /// Shows the input of some of the linears, and takes the grid that comes back.
-    fn show<E>(&mut self, i: usize, which: Range<usize>, x: &Tensor<3>, watch: &mut Watch<E>) -> Result<(), E> {
-        let names: Vec<String> = LINEARS[which.clone()].iter().map(|part| format!("model.layers.{i}.{part}")).collect();
+    fn show<E>(&mut self, i: usize, parts: &[&str], x: &Tensor<3>, watch: &mut Watch<E>) -> Result<(), E> {
+        let names: Vec<String> = parts.iter().map(|part| format!("model.layers.{i}.{part}")).collect();
         if let Some(grid) = watch(&names, x)? {
-            self.linears_mut()[which].iter_mut().for_each(|(_, linear)| linear.set_inputs(Some(grid)));
+            let chosen = self.linears_mut().into_iter().filter(|(part, _)| parts.contains(&part.as_str()));
+            chosen.for_each(|(_, linear)| linear.set_inputs(Some(grid)));
         }
         Ok(())
     }
 
-    /// Input `[b, t, d]` of q_proj, k_proj and v_proj, from the residual stream before the layer.
+    /// Input `[b, t, d]` of the linears that attention begins with (q_proj, k_proj and v_proj), from the residual stream before
+    /// the layer.
     pub fn qkv_input(&self, x: Tensor<3>) -> Tensor<3> {
         self.input_layernorm.forward(x)
     }
 
-    /// Input `[b, t, heads * head_dim]` of o_proj, from that of q_proj, k_proj and v_proj.
+    /// Ends of the module names of attention's linears, those that read one tensor together, in the order in which they run; o_proj
+    /// is the last.
+    pub fn attention_sets(&self) -> Vec<Vec<&'static str>> {
+        match &self.self_attn {
+            Attention::Grouped(_) => {
+                vec![vec!["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], vec!["self_attn.o_proj"]]
+            }
+            Attention::Latent(a) => a.sets(),
+        }
+    }
+
+    /// Input `[b, t, k]` of the linear `part` of attention, from that of the first of them.
+    pub fn attention_input(&self, part: &str, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
+        match &self.self_attn {
+            _ if part == "self_attn.o_proj" => self.o_input(h, batch),
+            Attention::Grouped(_) => h,
+            Attention::Latent(a) => a.input_of(part, h),
+        }
+    }
+
+    /// Input `[b, t, heads * width]` of o_proj, from that of the first linears of attention.
     pub fn o_input(&self, h: Tensor<3>, batch: &Sequences) -> Tensor<3> {
-        let a = &self.self_attn;
-        let [q, k, v] = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
         let shape = AttentionShape { window: self.window, ..batch.shape };
-        let (q, k) = (norm_heads(a.q_norm.as_ref(), q, shape.d), norm_heads(a.k_norm.as_ref(), k, shape.d));
-        ops::attention::attention([q, k, v], shape, batch.rope.clone(), self.kv)
+        match &self.self_attn {
+            Attention::Grouped(a) => {
+                let [q, k, v] = forward_many([&a.q_proj, &a.k_proj, &a.v_proj], h);
+                let (q, k) = (norm_heads(a.q_norm.as_ref(), q, shape.d), norm_heads(a.k_norm.as_ref(), k, shape.d));
+                ops::attention::attention([q, k, v], shape, batch.rope.clone(), self.kv)
+            }
+            Attention::Latent(a) => {
+                a.o_input(ops::attention::attention(a.heads(h), shape, batch.rope.clone(), self.kv))
+            }
+        }
     }
 
     /// The residual stream after attention, from that before the layer and the input of o_proj.
     pub fn after_attention(&self, x: Tensor<3>, attended: Tensor<3>) -> Tensor<3> {
-        x + self.self_attn.o_proj.forward(attended)
+        let o_proj = match &self.self_attn {
+            Attention::Grouped(a) => &a.o_proj,
+            Attention::Latent(a) => &a.o_proj,
+        };
+        x + o_proj.forward(attended)
     }
 
-    /// Input `[b, t, d]` of gate_proj and up_proj, from the residual stream after attention.
+    /// Normed input `[b, t, d]` of the feed-forward block, from the residual stream after attention.
     pub fn gate_up_input(&self, x: Tensor<3>) -> Tensor<3> {
         self.post_attention_layernorm.forward(x)
     }
 
-    /// Input `[b, t, ffn]` of down_proj, from that of gate_proj and up_proj.
-    pub fn down_input(&self, h: Tensor<3>) -> Tensor<3> {
-        self.mlp.inner(h)
+    /// Ends of the module names of gate, up and down of block `j` of [`FeedForward::blocks`].
+    pub fn block_names(&self, j: usize) -> [String; 3] {
+        let first = self.names.len() - 3 * self.mlp.blocks().len();
+        std::array::from_fn(|part| self.names[first + 3 * j + part].clone())
     }
 
-    /// The residual stream after the layer, from that after attention and the input of down_proj.
-    pub fn after_mlp(&self, x: Tensor<3>, inner: Tensor<3>) -> Tensor<3> {
-        x + self.mlp.down_proj.forward(inner)
-    }
-
-    /// The linear layers with the ends of their module names (`self_attn.q_proj`), in the order in which they run.
-    pub fn linears(&self) -> [(&'static str, &Linear); 7] {
-        let (a, m) = (&self.self_attn, &self.mlp);
-        let parts = [&a.q_proj, &a.k_proj, &a.v_proj, &a.o_proj, &m.gate_proj, &m.up_proj, &m.down_proj];
-        std::array::from_fn(|i| (LINEARS[i], parts[i]))
+    /// The linear layers with the ends of their module names (`self_attn.q_proj`), in the order of the model.
+    pub fn linears(&self) -> Vec<(String, &Linear)> {
+        let attention: Vec<&Linear> = match &self.self_attn {
+            Attention::Grouped(a) => vec![&a.q_proj, &a.k_proj, &a.v_proj, &a.o_proj],
+            Attention::Latent(a) => a.linears(),
+        };
+        let rest = self.mlp.blocks().into_iter().flat_map(SwiGlu::linears);
+        self.names.iter().cloned().zip(attention.into_iter().chain(rest)).collect()
     }
 
     /// [`Layer::linears`], to change them.
-    pub fn linears_mut(&mut self) -> [(&'static str, &mut Linear); 7] {
-        let (a, m) = (&mut self.self_attn, &mut self.mlp);
-        let mut names = LINEARS.into_iter();
-        [&mut a.q_proj, &mut a.k_proj, &mut a.v_proj, &mut a.o_proj, &mut m.gate_proj, &mut m.up_proj, &mut m.down_proj]
-            .map(|l| (names.next().unwrap_or_default(), l))
+    pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let attention: Vec<&mut Linear> = match &mut self.self_attn {
+            Attention::Grouped(a) => vec![&mut a.q_proj, &mut a.k_proj, &mut a.v_proj, &mut a.o_proj],
+            Attention::Latent(a) => a.linears_mut(),
+        };
+        let rest = self.mlp.linears_mut();
+        self.names.iter().cloned().zip(attention.into_iter().chain(rest)).collect()
     }
 }
 
@@ -531,13 +626,13 @@ impl Llama {
     /// Every tensor as `(name, shape, values)`, in Hugging Face names, in a fixed order. Learned grids and adapters are no
     /// tensors of the model (see [`Linear::grid`], [`Linear::learned_input`] and [`Linear::lora`]); a weight with an adapter is given without it.
     pub fn named_tensors(&self) -> Vec<(String, Vec<usize>, Vec<f32>)> {
-        struct Collect(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>);
-        impl ModuleVisitor for Collect {
-            fn enter_module(&mut self, name: &str, _container_type: &str) {
-                self.0.push(name.to_owned());
+        struct Collect<'a>(Vec<String>, Vec<(String, Vec<usize>, Vec<f32>)>, &'a LlamaConfig);
+        impl ModuleVisitor for Collect<'_> {
+            fn enter_module(&mut self, name: &str, container: &str) {
+                enter(&mut self.0, name, container);
             }
-            fn exit_module(&mut self, _name: &str, _container_type: &str) {
-                self.0.pop();
+            fn exit_module(&mut self, _name: &str, container: &str) {
+                leave(&mut self.0, container);
             }
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if self.0.iter().any(|part| part == "grid" || part == "lora") {
@@ -545,10 +640,10 @@ impl Llama {
                 }
                 let tensor = param.val();
                 let shape = tensor.dims().to_vec();
-                self.1.push((tensor_name(&self.0.join(".")), shape, host(tensor)));
+                self.1.push((stored_name(&self.0.join("."), self.2), shape, host(tensor)));
             }
         }
-        let mut collect = Collect(Vec::new(), Vec::new());
+        let mut collect = Collect(Vec::new(), Vec::new(), &self.config);
         self.visit(&mut collect);
         collect.1
     }
@@ -557,7 +652,7 @@ impl Llama {
     pub fn linears(&self) -> Vec<(String, &Linear)> {
         let mut out = Vec::new();
         for (i, layer) in self.layers.iter().enumerate() {
-            out.extend(layer.linears().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+            out.extend(layer.linears().into_iter().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
         }
         out.extend(self.lm_head.iter().map(|l| ("lm_head".to_owned(), l)));
         out
@@ -577,22 +672,12 @@ impl Llama {
     pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
         let mut out = Vec::new();
         for (i, layer) in self.layers.iter_mut().enumerate() {
-            out.extend(layer.linears_mut().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
+            out.extend(layer.linears_mut().into_iter().map(|(name, l)| (format!("model.layers.{i}.{name}"), l)));
         }
         out.extend(self.lm_head.iter_mut().map(|l| ("lm_head".to_owned(), l)));
         out
     }
 }
-
-const LINEARS: [&str; 7] = [
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-];
 
 /// `x [b, t, heads * d]`, each head normed, if there is a norm of them.
 fn norm_heads(norm: Option<&RmsNorm>, x: Tensor<3>, d: usize) -> Tensor<3> {
@@ -618,9 +703,45 @@ fn stored(checkpoint: &Checkpoint, name: &str, shape: &[usize]) -> Result<Vec<f3
     Ok(checkpoint.linear(module)?.into_f32())
 }
 
-/// The Hugging Face name of the tensor at a module path (`layers.0.mlp.up_proj.weight`).
+/// The Hugging Face name of the tensor at a module path (`layers.0.mlp.up_proj.weight`), of all types but mixtral.
 pub fn tensor_name(path: &str) -> String {
     if path.starts_with("lm_head.") { path.to_owned() } else { format!("model.{path}") }
+}
+
+/// What mixtral's files call the parts of a feed-forward block, beside their names here.
+const MIXTRAL: [[&str; 2]; 4] =
+    [["mlp", "block_sparse_moe"], ["gate_proj", "w1"], ["up_proj", "w3"], ["down_proj", "w2"]];
+
+/// [`tensor_name`] in a model of any type.
+fn stored_name(path: &str, config: &LlamaConfig) -> String {
+    let name = tensor_name(path);
+    if config.model_type != "mixtral" {
+        return name;
+    }
+    renamed(&name, |part| MIXTRAL.iter().find(|[here, _]| *here == part).map(|[_, stored]| *stored))
+}
+
+/// The path of a parameter or module within the modules here, from its name in a file: another one for mixtral's experts only.
+pub fn parameter_path(name: &str) -> String {
+    renamed(name, |part| MIXTRAL.iter().find(|[_, stored]| *stored == part).map(|[here, _]| *here))
+}
+
+fn renamed(name: &str, other: impl Fn(&str) -> Option<&'static str>) -> String {
+    name.split('.').map(|part| other(part).unwrap_or(part)).collect::<Vec<_>>().join(".")
+}
+
+/// Follows the path of a visitor into a module; the kinds of an enum are no part of a path.
+pub fn enter(path: &mut Vec<String>, name: &str, container: &str) {
+    if !container.starts_with("Enum:") {
+        path.push(name.to_owned());
+    }
+}
+
+/// [`enter`], out of it again.
+pub fn leave(path: &mut Vec<String>, container: &str) {
+    if !container.starts_with("Enum:") {
+        path.pop();
+    }
 }
 
 /// Labels of next-token prediction for sequences of `t` tokens: each token's label is the next one, the last has none.

@@ -1,11 +1,13 @@
 //! Inference: a packed or float model as kernels want it, tokenizer, chat template, sampler. Reads models through
 //! `dsq-checkpoint` only, knows no training and prints nothing.
 
+mod attention;
 mod cache;
 mod chat;
 mod cnn;
 mod efficientnet;
 mod error;
+mod feed_forward;
 mod generate;
 mod llama;
 mod rope;

@@ -1,18 +1,20 @@
 //! A Llama-like model on packed weights: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied
-//! head; biases of qwen2, norms of heads of qwen3, attention windows. Not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
+//! head. Not attention (see `attention.rs`) and feed-forward blocks (`feed_forward.rs`), not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
 //!
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
 //! sequence was cut into calls (see the orders in `dsq-kernels`).
 
 use crate::RuntimeError;
+use crate::attention::{self, Attention};
 use crate::cache::{KvCache, Scratch};
+use crate::feed_forward::{FeedForward, Room};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
-use dsq_kernels::attention::{LayerCache, attend};
-use dsq_kernels::elementwise::{rms_norm, silu_mul};
+use dsq_kernels::attention::LayerCache;
+use dsq_kernels::elementwise::rms_norm;
 use dsq_kernels::fake_quant::fake_quant_rows;
-use dsq_kernels::{FloatLinear, Linear, Team, matmul_many};
-use dsq_quant::{FloatType, InputGrid, KvGrid};
+use dsq_kernels::{FloatLinear, Linear, Team};
+use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
@@ -30,21 +32,9 @@ pub enum Logits {
 #[derive(Debug)]
 struct Layer {
     input_norm: Vec<f32>,
-    qkv: [Linear; 3],
-    /// Biases of q, k and v.
-    qkv_bias: [Option<Vec<f32>>; 3],
-    /// Norms of query and key heads, `[head_dim]` each.
-    head_norms: Option<[Vec<f32>; 2]>,
-    o: Linear,
+    attention: Attention,
     post_norm: Vec<f32>,
-    gate_up: [Linear; 2],
-    down: Linear,
-    /// How the inputs of q, k and v, of o, of gate and up, and of down are quantized; `None`: not at all.
-    inputs: [Option<InputGrid>; 4],
-    /// The grids on which the cache holds keys and values; `None`: as f32.
-    kv: Option<KvGrid>,
-    /// Positions that a token sees; `None`: all before it.
-    window: Option<usize>,
+    feed_forward: FeedForward,
 }
 
 /// A language model ready to run on the CPU.
@@ -57,6 +47,8 @@ pub struct LlamaRuntime {
     /// None when the head is the embedding.
     head: Option<Linear>,
     head_input: Option<InputGrid>,
+    /// Width of the widest feed-forward block.
+    widest: usize,
     team: Team,
 }
 
@@ -87,7 +79,8 @@ impl LlamaRuntime {
             Ok((embedding, head, layers, model.read_f32("model.norm.weight")?))
         })?;
         let head_input = model.input_grid("lm_head")?;
-        Ok(Self { config, embedding, layers, final_norm, head, head_input, team })
+        let widest = (0..config.num_hidden_layers).map(|i| config.widest_block(i)).max().unwrap_or(0);
+        Ok(Self { config, embedding, layers, final_norm, head, head_input, widest, team })
     }
 
     /// The longest context of a language model, before any weight is read.
@@ -123,8 +116,7 @@ impl LlamaRuntime {
             };
             return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: tokens });
         }
-        let layer = |l: &Layer| LayerCache::new(tokens, c.num_key_value_heads, c.head_dim, l.kv).windowed(l.window);
-        let layers = self.layers.iter().map(layer).collect();
+        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, tokens)).collect();
         let rope = RopeTable::new(tokens, &c.rotary());
         Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
     }
@@ -147,8 +139,9 @@ impl LlamaRuntime {
         if cache.layers.len() != self.layers.len() {
             return input(format!("expected a cache of {} layers, got {}", self.layers.len(), cache.layers.len()));
         }
-        let differs = |(l, c): &(&Layer, &LayerCache)| (l.kv, l.window) != (c.grid(), c.window());
-        if let Some((l, c)) = self.layers.iter().zip(&cache.layers).find(differs) {
+        let attention = self.layers.iter().map(|l| &l.attention);
+        let differs = |(l, c): &(&Attention, &LayerCache)| (l.kv, l.window) != (c.grid(), c.window());
+        if let Some((l, c)) = attention.zip(&cache.layers).find(differs) {
             let (want, got) = ((l.kv, l.window), (c.grid(), c.window()));
             return input(format!("expected a cache of this model ({want:?}), got one of another ({got:?})"));
         }
@@ -180,56 +173,23 @@ impl LlamaRuntime {
 
     fn run_layers(&self, tokens: &[u32], cache: &mut KvCache) -> Result<(), RuntimeError> {
         let (c, m, past) = (&self.config, tokens.len(), cache.len);
-        let (h, d) = (c.hidden_size, c.head_dim);
-        let (q_width, kv_width) = (c.num_attention_heads * d, c.num_key_value_heads * d);
+        let h = c.hidden_size;
+        let [q, k, v, mixed] = attention::widths(c);
         let KvCache { layers, rope, scratch, .. } = cache;
-        let f = c.intermediate_size;
-        scratch.resize(m, [h, h, q_width, kv_width, kv_width, q_width, f, f, f]);
-        let Scratch { hidden, normed, q, k, v, mixed, gate, up, ffn } = scratch;
-        for (&id, row) in tokens.iter().zip(hidden.chunks_exact_mut(h)) {
+        let f = self.widest;
+        scratch.resize(m, [h, h, q, k, v, mixed, f, f, f]);
+        for (&id, row) in tokens.iter().zip(scratch.hidden.chunks_exact_mut(h)) {
             self.embedding.row(id as usize, row);
         }
+        let mut out = vec![0.0; m * h];
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
-            rms_norm(hidden, &layer.input_norm, c.rms_norm_eps, normed);
-            let [qkv_input, o_input, gate_up_input, down_input] = &layer.inputs;
-            quantize_rows(normed, h, qkv_input);
-            let [wq, wk, wv] = &layer.qkv;
-            matmul_many(&[wq, wk, wv], normed, m, &mut [q, k, v]);
-            for (bias, out) in layer.qkv_bias.iter().zip([&mut *q, &mut *k, &mut *v]) {
-                if let Some(bias) = bias {
-                    out.chunks_exact_mut(bias.len()).for_each(|row| add(row, bias));
-                }
-            }
-            if let Some(norms) = &layer.head_norms {
-                for (norm, heads) in norms.iter().zip([&mut *q, &mut *k]) {
-                    // `mixed` is free until attention writes it, and as wide as the queries.
-                    let out = &mut mixed[..heads.len()];
-                    rms_norm(heads, norm, c.rms_norm_eps, out);
-                    heads.copy_from_slice(out);
-                }
-            }
-            for t in 0..m {
-                rope.rotate(&mut q[t * q_width..(t + 1) * q_width], past + t);
-                let at = t * kv_width..(t + 1) * kv_width;
-                rope.rotate(&mut k[at.clone()], past + t);
-                let (k, v) = (&k[at.clone()], &v[at]);
-                if layer.kv.is_some() {
-                    expect_finite(i, past + t, k, v)?;
-                }
-                kv.put(past + t, k, v);
-            }
-            attend(kv, q, c.num_attention_heads, past, mixed);
-            quantize_rows(mixed, q_width, o_input);
-            layer.o.matmul(mixed, m, normed);
+            rms_norm(&scratch.hidden, &layer.input_norm, c.rms_norm_eps, &mut scratch.normed);
+            layer.attention.run(c, i, past, kv, rope, scratch)?;
+            let Scratch { hidden, normed, gate, up, ffn, .. } = scratch;
             add(hidden, normed);
             rms_norm(hidden, &layer.post_norm, c.rms_norm_eps, normed);
-            quantize_rows(normed, h, gate_up_input);
-            let [wg, wu] = &layer.gate_up;
-            matmul_many(&[wg, wu], normed, m, &mut [gate, up]);
-            silu_mul(gate, up, ffn);
-            quantize_rows(ffn, f, down_input);
-            layer.down.matmul(ffn, m, normed);
-            add(hidden, normed);
+            layer.feed_forward.run(normed, m, &mut Room { gate, up, ffn }, &mut out);
+            add(hidden, &out);
         }
         Ok(())
     }
@@ -251,19 +211,18 @@ impl LlamaRuntime {
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
     pub fn resident_bytes(&self) -> usize {
-        let floats = |l: &Layer| {
-            let biases: usize = l.qkv_bias.iter().flatten().map(Vec::len).sum();
-            let heads: usize = l.head_norms.iter().flatten().map(Vec::len).sum();
-            l.input_norm.len() + l.post_norm.len() + biases + heads
-        };
+        let floats = |l: &Layer| l.input_norm.len() + l.post_norm.len() + l.attention.floats();
+        let routers: usize = self.layers.iter().map(|l| l.feed_forward.router_bytes()).sum();
         let floats = self.layers.iter().map(floats).sum::<usize>() + self.final_norm.len();
-        self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + floats * size_of::<f32>()
+        self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + routers + floats * size_of::<f32>()
     }
 
-    /// Bytes of weights that one decoded token reads: all of them, but of an untied embedding one row only.
+    /// Bytes of weights that one decoded token reads: all of them, but of an untied embedding one row only, and of experts those that
+    /// it runs.
     pub fn bytes_per_token(&self) -> usize {
         let embedding = if self.head.is_some() { self.embedding.bytes() } else { 0 };
-        self.resident_bytes() - embedding
+        let idle: usize = self.layers.iter().map(|l| l.feed_forward.idle_bytes()).sum();
+        self.resident_bytes() - embedding - idle
     }
 
     /// Bytes that a decoded token reads of the cache where `positions` are filled: keys and values of all layers, as far as their
@@ -271,10 +230,11 @@ impl LlamaRuntime {
     pub fn kv_bytes(&self, positions: f64) -> f64 {
         let c = &self.config;
         let of = |l: &Layer| {
-            let bytes = if l.kv.is_some() { 1 } else { size_of::<f32>() };
-            bytes as f64 * l.window.map_or(positions, |w| positions.min(w as f64))
+            let bytes = if l.attention.kv.is_some() { 1 } else { size_of::<f32>() };
+            bytes as f64 * l.attention.window.map_or(positions, |w| positions.min(w as f64))
         };
-        (2 * c.num_key_value_heads * c.head_dim) as f64 * self.layers.iter().map(of).sum::<f64>()
+        let [_, k, v, _] = attention::widths(c);
+        (k + v) as f64 * self.layers.iter().map(of).sum::<f64>()
     }
 
     /// Modules and the kernel that each runs on, and why.
@@ -291,19 +251,11 @@ impl LlamaRuntime {
 
     /// Every layer with its module name and how its input is quantized.
     fn linears(&self) -> impl Iterator<Item = (String, &Linear, &Option<InputGrid>)> {
-        let named = |i: usize, name: &str| format!("model.layers.{i}.{name}");
         let embedding = std::iter::once(("model.embed_tokens".to_string(), &self.embedding, &None));
         let layers = self.layers.iter().enumerate().flat_map(move |(i, l)| {
-            let [qkv, o, gate_up, down] = &l.inputs;
-            [
-                (named(i, "self_attn.q_proj"), &l.qkv[0], qkv),
-                (named(i, "self_attn.k_proj"), &l.qkv[1], qkv),
-                (named(i, "self_attn.v_proj"), &l.qkv[2], qkv),
-                (named(i, "self_attn.o_proj"), &l.o, o),
-                (named(i, "mlp.gate_proj"), &l.gate_up[0], gate_up),
-                (named(i, "mlp.up_proj"), &l.gate_up[1], gate_up),
-                (named(i, "mlp.down_proj"), &l.down, down),
-            ]
+            let linears = l.attention.linears().into_iter().chain(l.feed_forward.linears());
+            let names = self.config.layer_linears(i).into_iter();
+            names.zip(linears).map(move |((name, ..), (l, input))| (format!("model.layers.{i}.{name}"), l, input))
         });
         embedding.chain(layers).chain(self.head.iter().map(|h| ("lm_head".to_string(), h, &self.head_input)))
     }
@@ -319,20 +271,7 @@ fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
     }
 }
 
-/// Refuses what a cache of codes could only store as another number. (In a float cache it makes the logits NaN.)
-fn expect_finite(layer: usize, position: usize, k: &[f32], v: &[f32]) -> Result<(), RuntimeError> {
-    match k.iter().chain(v).find(|x| !x.is_finite()) {
-        None => Ok(()),
-        Some(&value) => Err(RuntimeError::Numerics {
-            what: format!(
-                "model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"
-            ),
-            value,
-        }),
-    }
-}
-
-fn add(to: &mut [f32], from: &[f32]) {
+pub(crate) fn add(to: &mut [f32], from: &[f32]) {
     for (a, b) in to.iter_mut().zip(from) {
         *a += b;
     }
@@ -340,61 +279,63 @@ fn add(to: &mut [f32], from: &[f32]) {
 
 /// Puts the rows of `x [m, k]` on their grid, or each on its own. A row that has none (a value that is not finite) becomes NaN, as
 /// its logits would without.
-fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
+pub(crate) fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
     if let Some(grid) = inputs {
         let _ = fake_quant_rows(x, k, grid);
     }
 }
 
 fn layer(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Layer, RuntimeError> {
-    let name = |part: &str| format!("model.layers.{i}.{part}");
-    let get = |part: &str| linear(model, &name(part));
-    // Layers that read one tensor read it in one form.
-    let input = |parts: &[&str]| -> Result<Option<InputGrid>, RuntimeError> {
-        let first = model.input_grid(&name(parts[0]))?;
+    let part = Part { model, layer: i };
+    Ok(Layer {
+        input_norm: part.floats("input_layernorm.weight")?,
+        attention: Attention::load(model, config, i)?,
+        post_norm: part.floats("post_attention_layernorm.weight")?,
+        feed_forward: FeedForward::load(model, config, i)?,
+    })
+}
+
+/// The tensors of a layer of a model.
+pub(crate) struct Part<'a> {
+    pub(crate) model: &'a Checkpoint,
+    pub(crate) layer: usize,
+}
+
+impl Part<'_> {
+    /// The full name of a part of the layer.
+    pub(crate) fn name(&self, part: &str) -> String {
+        format!("model.layers.{}.{part}", self.layer)
+    }
+
+    pub(crate) fn linear(&self, part: &str) -> Result<Linear, RuntimeError> {
+        linear(self.model, &self.name(part))
+    }
+
+    pub(crate) fn floats(&self, tensor: &str) -> Result<Vec<f32>, RuntimeError> {
+        Ok(self.model.read_f32(&self.name(tensor))?)
+    }
+
+    /// How the input that `parts` share is quantized: they must read it in one form.
+    pub(crate) fn input(&self, parts: &[&str]) -> Result<Option<InputGrid>, RuntimeError> {
+        let first = self.model.input_grid(&self.name(parts[0]))?;
         for part in parts {
-            let other = model.input_grid(&name(part))?;
+            let other = self.model.input_grid(&self.name(part))?;
             if other != first {
                 return Err(RuntimeError::Model {
-                    file: model.path().display().to_string(),
+                    file: self.model.path().display().to_string(),
                     problem: format!(
                         "{} and {}: expected one form of the input that they share, got {first:?} and {other:?}",
-                        name(parts[0]),
-                        name(part),
+                        self.name(parts[0]),
+                        self.name(part),
                     ),
                 });
             }
         }
         Ok(first)
-    };
-    let inputs = [
-        input(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
-        input(&["self_attn.o_proj"])?,
-        input(&["mlp.gate_proj", "mlp.up_proj"])?,
-        input(&["mlp.down_proj"])?,
-    ];
-    let bias = |part: &str| -> Result<Option<Vec<f32>>, RuntimeError> {
-        let wanted = config.has_bias(&name(part));
-        Ok(if wanted { Some(model.read_f32(&name(&format!("{part}.bias")))?) } else { None })
-    };
-    let head_norm = |part: &str| model.read_f32(&name(&format!("self_attn.{part}.weight")));
-    let head_norms = if config.has_head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None };
-    Ok(Layer {
-        input_norm: model.read_f32(&name("input_layernorm.weight"))?,
-        qkv: [get("self_attn.q_proj")?, get("self_attn.k_proj")?, get("self_attn.v_proj")?],
-        qkv_bias: [bias("self_attn.q_proj")?, bias("self_attn.k_proj")?, bias("self_attn.v_proj")?],
-        head_norms,
-        o: get("self_attn.o_proj")?,
-        post_norm: model.read_f32(&name("post_attention_layernorm.weight"))?,
-        gate_up: [get("mlp.gate_proj")?, get("mlp.up_proj")?],
-        down: get("mlp.down_proj")?,
-        inputs,
-        kv: model.kv_grid(i)?,
-        window: config.window(i),
-    })
+    }
 }
 
-fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
+pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),

@@ -1,4 +1,4 @@
-//! Rotary position embedding, Hugging Face convention (the two halves of a head rotate together). Not attention, and not the
+//! Rotary position embedding, Hugging Face convention (the two halves of a head rotate together), or DeepSeek's (neighbours do). Not attention, and not the
 //! angles, which come from the model's config.
 
 use dsq_checkpoint::Rotary;
@@ -31,6 +31,22 @@ impl RopeTable {
         }
     }
 
+    /// [`RopeTable::rotate`]; pairs are neighbours where heads are `interleaved`.
+    pub(crate) fn rotate_as(&self, row: &mut [f32], position: usize, interleaved: bool) {
+        if !interleaved {
+            return self.rotate(row, position);
+        }
+        let at = position * self.half..(position + 1) * self.half;
+        let (cos, sin) = (&self.cos[at.clone()], &self.sin[at]);
+        for head in row.chunks_exact_mut(2 * self.half) {
+            for (pair, (cos, sin)) in head.chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
+                let (x, y) = (pair[0], pair[1]);
+                pair[0] = x * cos - y * sin;
+                pair[1] = y * cos + x * sin;
+            }
+        }
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         (self.cos.len() + self.sin.len()) * size_of::<f32>()
     }
@@ -55,5 +71,9 @@ mod tests {
         for (got, want) in row.iter().zip(want) {
             assert!((f64::from(*got) - want).abs() < 1e-6, "{got} {want}");
         }
+        // The same pairs as neighbours.
+        let mut neighbours = [1.0, 3.0, 2.0, 4.0];
+        table.rotate_as(&mut neighbours, 3, true);
+        assert_eq!(neighbours, [row[0], row[2], row[1], row[3]]);
     }
 }

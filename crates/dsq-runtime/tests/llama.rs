@@ -26,8 +26,18 @@ fn logits_of(name: &str, index: usize) -> Vec<f32> {
 }
 
 /// The golden models.
-const ALL: [&str; 6] =
-    ["llama_tiny", "llama_tiny_untied", "llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny"];
+const ALL: [&str; 10] = [
+    "llama_tiny",
+    "llama_tiny_untied",
+    "llama_tiny_llama3rope",
+    "qwen2_tiny",
+    "qwen3_tiny",
+    "mistral_tiny",
+    "mixtral_tiny",
+    "deepseek_v2_lite_tiny",
+    "deepseek_v2_tiny",
+    "deepseek_v3_tiny",
+];
 
 #[test]
 fn logits_equal_transformers() {

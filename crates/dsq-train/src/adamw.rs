@@ -6,6 +6,7 @@ use crate::StateTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Gradients, Tensor, TensorData};
 use dsq_kernels::train as kernel;
+use dsq_model::{enter, leave};
 use std::collections::BTreeMap;
 
 /// Gradients by parameter path (`layers.0.mlp.up_proj.weight`).
@@ -21,11 +22,11 @@ impl NamedGradients {
             out: BTreeMap<String, Vec<f32>>,
         }
         impl ModuleVisitor for Take<'_> {
-            fn enter_module(&mut self, name: &str, _container_type: &str) {
-                self.path.push(name.to_owned());
+            fn enter_module(&mut self, name: &str, container: &str) {
+                enter(&mut self.path, name, container);
             }
-            fn exit_module(&mut self, _name: &str, _container_type: &str) {
-                self.path.pop();
+            fn exit_module(&mut self, _name: &str, container: &str) {
+                leave(&mut self.path, container);
             }
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if let Some(grad) = param.val().grad_remove(self.grads) {
@@ -122,11 +123,11 @@ impl AdamW {
             group: F,
         }
         impl<F: Fn(&str, usize, &[f32]) -> ParamGroup> ModuleMapper for Update<'_, F> {
-            fn enter_module(&mut self, name: &str, _container_type: &str) {
-                self.path.push(name.to_owned());
+            fn enter_module(&mut self, name: &str, container: &str) {
+                enter(&mut self.path, name, container);
             }
-            fn exit_module(&mut self, _name: &str, _container_type: &str) {
-                self.path.pop();
+            fn exit_module(&mut self, _name: &str, container: &str) {
+                leave(&mut self.path, container);
             }
             fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
                 let path = self.path.join(".");

@@ -96,7 +96,7 @@ fn gptq_is_truly_sequential() {
             let mut h = Hessian::new(k);
             h.add(&host(input));
             let factor = Factor::new(&h).unwrap();
-            for (name, linear) in layer.linears_mut().into_iter().filter(|(n, _)| parts.contains(n)) {
+            for (name, linear) in layer.linears_mut().into_iter().filter(|(n, _)| parts.contains(&n.as_str())) {
                 let n = linear.weight.dims()[0];
                 let (want, fit) =
                     gptq_quantize(&linear.values(), n, k, &h, Some(&factor), quant.scheme.weights).unwrap();
@@ -113,10 +113,10 @@ fn gptq_is_truly_sequential() {
         x = layer.after_attention(x, attended);
         let h = layer.gate_up_input(x.clone());
         check(&mut layer, h.clone(), &["mlp.gate_proj", "mlp.up_proj"]);
-        let inner = layer.down_input(h);
+        let inner = layer.mlp.blocks()[0].inner(h);
         check(&mut layer, inner.clone(), &["mlp.down_proj"]);
         let before = x.clone();
-        x = layer.after_mlp(x, inner);
+        x = layer.after_feed_forward(x);
         assert_ne!(host(x.clone()), host(before));
     }
     assert!(done.next().is_none());

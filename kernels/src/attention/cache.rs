@@ -2,7 +2,7 @@
 //! reads them (see `mod.rs`).
 //!
 //! - Layout, of values or of codes alike: keys in blocks of 16 positions, `[kv head][block][d][16]`, so that 16 scores are one
-//!   vector and need no horizontal sum; values `[kv head][position][d padded to 16]`.
+//!   vector and need no horizontal sum; values `[kv head][position][width padded to 16]`, whose width may be another than `d`.
 //! - A code is what [`QuantArgs::quantize`](dsq_quant::QuantArgs::quantize) gives: an i8, or the byte of an E4M3 number. Padding
 //!   is 0 in every form.
 
@@ -14,7 +14,12 @@ use dsq_quant::KvGrid;
 #[derive(Debug, Clone)]
 pub struct LayerCache {
     pub(super) kv_heads: usize,
+    /// Width of a key head.
     pub(super) d: usize,
+    /// Width of a value head.
+    pub(super) value: usize,
+    /// What scores are multiplied by.
+    pub(super) scale: f32,
     pub(super) blocks: usize,
     pub(super) window: Option<usize>,
     pub(super) store: Store,
@@ -28,16 +33,21 @@ pub(super) enum Store {
 }
 
 impl LayerCache {
-    /// Room for `positions` (rounded up to a block of 16): f32, or with a grid one byte a value.
+    /// Room for `positions` (rounded up to a block of 16): f32, or with a grid one byte a value. Scores are times `1 / sqrt(d)`.
     pub fn new(positions: usize, kv_heads: usize, d: usize, grid: Option<KvGrid>) -> Self {
+        Self::sized(positions, kv_heads, [d, d], 1.0 / (d as f32).sqrt(), grid)
+    }
+
+    /// [`LayerCache::new`] for key heads and value heads of the widths `[d, value]`, and scores times `scale`.
+    pub fn sized(positions: usize, kv_heads: usize, [d, value]: [usize; 2], scale: f32, grid: Option<KvGrid>) -> Self {
         let blocks = positions.div_ceil(LANES);
         let keys = kv_heads * blocks * d * LANES;
-        let values = kv_heads * blocks * LANES * d.next_multiple_of(LANES);
+        let values = kv_heads * blocks * LANES * value.next_multiple_of(LANES);
         let store = match grid {
             None => Store::Floats { keys: Floats::zeroed(keys), values: Floats::zeroed(values) },
             Some(grid) => Store::Codes { grid, keys: Lines::zeroed(keys), values: Lines::zeroed(values) },
         };
-        Self { kv_heads, d, blocks, window: None, store }
+        Self { kv_heads, d, value, scale, blocks, window: None, store }
     }
 
     /// With a window: a query sees its own position and the `window - 1` before it, at least its own. All positions stay in memory, so
@@ -72,22 +82,22 @@ impl LayerCache {
         }
     }
 
-    /// Writes the key and value rows (`[kv_heads, d]`) of one position, as codes rounded to the nearest. Codes have no form
+    /// Writes the key and value rows (`[kv_heads, d]` and `[kv_heads, value]`) of one position, as codes rounded to the nearest. Codes have no form
     /// for a value that is not finite: the caller has seen to it that there is none.
     ///
     /// # Panics
     /// When the position or a length is out of range (the caller's bug).
     pub fn put(&mut self, position: usize, key: &[f32], value: &[f32]) {
-        let (heads, d, blocks) = (self.kv_heads, self.d, self.blocks);
-        assert!(position < self.capacity() && key.len() == heads * d && value.len() == key.len());
+        let (heads, d, width, blocks) = (self.kv_heads, self.d, self.value, self.blocks);
+        assert!(position < self.capacity() && key.len() == heads * d && value.len() == heads * width);
         match &mut self.store {
             Store::Floats { keys, values } => {
-                let place = Place { heads, d, blocks, position };
+                let place = Place { heads, d, width, blocks, position };
                 place.key(key, keys.as_mut_slice(), |x| x);
                 place.value(value, values.as_mut_slice(), |x| x);
             }
             Store::Codes { grid, keys, values } => {
-                let (place, args, k, v) = (Place { heads, d, blocks, position }, grid.args, grid.k, grid.v);
+                let (place, args, k, v) = (Place { heads, d, width, blocks, position }, grid.args, grid.k, grid.v);
                 place.key(key, keys.as_mut_slice(), |x| args.quantize(x, k) as u8);
                 place.value(value, values.as_mut_slice(), |x| args.quantize(x, v) as u8);
             }
@@ -99,6 +109,7 @@ impl LayerCache {
 struct Place {
     heads: usize,
     d: usize,
+    width: usize,
     blocks: usize,
     position: usize,
 }
@@ -115,7 +126,7 @@ impl Place {
     }
 
     fn value<T>(&self, row: &[f32], values: &mut [T], stored: impl Fn(f32) -> T) {
-        let (d, padded) = (self.d, self.d.next_multiple_of(LANES));
+        let (d, padded) = (self.width, self.width.next_multiple_of(LANES));
         for head in 0..self.heads {
             let at = (head * self.blocks * LANES + self.position) * padded;
             for (to, &x) in values[at..at + d].iter_mut().zip(&row[head * d..]) {

@@ -1,13 +1,14 @@
 //! Causal grouped-query attention over a block cache of keys and values. Not the projections, not the rotary embedding.
 //!
-//! - Shapes: queries `[m, heads, d]` at positions `past .. past + m`, output `[m, heads, d]`; head `h` reads the
+//! - Shapes: queries `[m, heads, d]` at positions `past .. past + m`, output `[m, heads, value]`, where value heads may have another
+//!   width than those of keys; head `h` reads the
 //!   key/value head `h / (heads / kv_heads)`; the query at position `p` sees positions `0..=p`, with a window `w` the last
 //!   `w` of them.
 //! - Layout: [`LayerCache`] (see `cache.rs`), f32 or one-byte codes with a scale for the keys and one for the values. A code
 //!   becomes `code value * scale`, one f32 product in registers, and from there on all is as for f32: a cache of codes gives the
 //!   bits of a float cache that holds [`dsq_quant::QuantArgs::dequantize`] of them.
 //! - Requires: nothing; paths as in `linear`.
-//! - Order: score = sum over d in increasing order, fused, then times `1 / sqrt(d)`; the maximum over the visible
+//! - Order: score = sum over d in increasing order, fused, then times the cache's scale, `1 / sqrt(d)` unless it was given another; the maximum over the visible
 //!   positions is taken away; `exp` as in `elementwise`; the weights are summed in 16 lanes (lane = position mod 16),
 //!   folded in halves; output = (sum over positions in increasing order, fused) / that sum. One query's order knows
 //!   neither m nor `past` beyond its own position (positions left of a window are not read, or weigh 0): a prompt in one piece, in chunks, or token by token gives the
@@ -35,7 +36,7 @@ use std::ops::Range;
 const TILE: usize = 4;
 
 /// Attention of `m` queries `[m, heads, d]` whose first is at position `past`; positions `0..past + m` of the cache
-/// are filled. `out` is `[m, heads, d]`.
+/// are filled. `out` is `[m, heads, value]`.
 ///
 /// # Panics
 /// When a length or position is out of range (the caller's bug).
@@ -45,7 +46,8 @@ pub fn attend(cache: &LayerCache, q: &[f32], heads: usize, past: usize, out: &mu
 
 fn attend_on(isa: Isa, cache: &LayerCache, q: &[f32], heads: usize, past: usize, out: &mut [f32]) {
     let row = heads * cache.d;
-    assert!(row > 0 && q.len().is_multiple_of(row) && q.len() == out.len(), "queries and out: [m, heads, d]");
+    assert!(row > 0 && q.len().is_multiple_of(row), "queries: [m, heads, d]");
+    assert_eq!(out.len(), q.len() / row * heads * cache.value, "out: [m, heads, value]");
     assert!(heads.is_multiple_of(cache.kv_heads), "heads: a multiple of the key/value heads");
     let m = q.len() / row;
     assert!(past + m <= cache.capacity(), "positions: within the cache");
@@ -179,20 +181,20 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
     let first_block = start(0) / LANES;
     let blocks = seen.div_ceil(LANES);
     let stride = (job.past + job.m).next_multiple_of(4 * LANES);
-    let padded = d.next_multiple_of(LANES);
+    let padded = c.value.next_multiple_of(LANES);
     // SAFETY: `blocks` lies within the cache and `stride`; query and output rows are in range.
     unsafe {
         let q: [*const f32; R] =
             std::array::from_fn(|r| (job.q as *const f32).add(((first + r) * job.heads + head) * d));
         let keys = (job.keys as *const u8).add(kv * c.blocks * d * LANES * F::BYTES);
-        let (block, scale) = (d * LANES * F::BYTES, S::splat(job.scales[0]));
+        let (block, scale, by) = (d * LANES * F::BYTES, S::splat(job.scales[0]), S::splat(c.scale));
         let mut b = first_block;
         while b + 4 <= blocks {
-            score_blocks::<S, F, R, 4>(&q, keys.add(b * block), scale, d, scores.add(b * LANES), stride);
+            score_blocks::<S, F, R, 4>(&q, keys.add(b * block), [scale, by], d, scores.add(b * LANES), stride);
             b += 4;
         }
         while b < blocks {
-            score_blocks::<S, F, R, 1>(&q, keys.add(b * block), scale, d, scores.add(b * LANES), stride);
+            score_blocks::<S, F, R, 1>(&q, keys.add(b * block), [scale, by], d, scores.add(b * LANES), stride);
             b += 1;
         }
         let mut sums = [0.0f32; R];
@@ -241,12 +243,12 @@ unsafe fn attend_tile<S: Simd, F: Form, const R: usize>(
     }
 }
 
-/// Scores of R queries against B blocks of 16 keys.
+/// Scores of R queries against B blocks of 16 keys; `scales`: of the stored keys, and what scores are multiplied by.
 #[inline(always)]
 unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
     q: &[*const f32; R],
     keys: *const u8,
-    key_scale: S::V,
+    scales: [S::V; 2],
     d: usize,
     scores: *mut f32,
     stride: usize,
@@ -256,7 +258,7 @@ unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
         let mut dot = [[S::splat(0.0); B]; R];
         for i in 0..d {
             let k: [S::V; B] =
-                std::array::from_fn(|b| F::load::<S>(keys.add((b * d + i) * LANES * F::BYTES), key_scale));
+                std::array::from_fn(|b| F::load::<S>(keys.add((b * d + i) * LANES * F::BYTES), scales[0]));
             for r in 0..R {
                 let qv = S::splat(*q[r].add(i));
                 for b in 0..B {
@@ -264,10 +266,9 @@ unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
                 }
             }
         }
-        let scale = S::splat(1.0 / (d as f32).sqrt());
         for r in 0..R {
             for b in 0..B {
-                S::store(scores.add(r * stride + b * LANES), S::mul(dot[r][b], scale));
+                S::store(scores.add(r * stride + b * LANES), S::mul(dot[r][b], scales[1]));
             }
         }
     }
@@ -331,7 +332,7 @@ unsafe fn mix<S: Simd, F: Form, const R: usize, const W: usize>(
                 }
             }
         }
-        let d = job.cache.d;
+        let d = job.cache.value;
         for r in 0..R {
             let row = out.add(((first + r) * job.heads + head) * d);
             for w in 0..W {

@@ -61,7 +61,7 @@ impl<'a> Layers<'a> {
         let mut done = HashSet::new();
         for LinearSpec { module, .. } in &self.specs {
             for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
-                done.insert(format!("{module}.weight{part}"));
+                done.insert(self.ckpt.part(module, &format!("weight{part}")));
             }
             done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{module}.{part}")));
             done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{module}.{p}")));

@@ -350,6 +350,8 @@ pub(super) struct Calibrated {
     pub(super) norms: Vec<ExportTensor>,
     /// What block-wise training did.
     pub(super) trained: Option<Trained>,
+    /// Layers of experts that no token of the text was sent to.
+    pub(super) never_hit: Vec<String>,
 }
 
 /// What block-wise training was told and what it did.
@@ -486,7 +488,7 @@ pub(super) fn quantize(
     }
     let norms = outcome.norms.into_iter().map(|n| norm(ckpt, n, scales)).collect::<Result<_, _>>()?;
     let trains = matches!(method, PtqMethod::Blockwise | PtqMethod::AutoRound);
-    Ok(Calibrated { layers, norms, trained: trains.then_some(trained) })
+    Ok(Calibrated { layers, norms, trained: trains.then_some(trained), never_hit: outcome.never_hit })
 }
 
 fn layer(
@@ -521,6 +523,15 @@ fn norm(ckpt: &Checkpoint, norm: PtqNorm, scales: &str) -> Result<ExportTensor, 
     source.rescaled =
         Some(format!("divided by the {scales} scales of the layers after it; the differences are not undone"));
     Ok(ExportTensor::Rescaled { name, shape: vec![data.len()], data, dtype, source })
+}
+
+/// For a person: layers that no token reached.
+pub(super) fn never_hit_note(modules: &[String]) -> Option<String> {
+    let listed = modules.iter().map(|m| printable(m)).collect::<Vec<_>>().join(", ");
+    let n = modules.len();
+    (n > 0).then(|| {
+        format!("warning: no calibration token was sent to the experts of {n} layers, which are rounded: {listed}")
+    })
 }
 
 /// What `--json` tells of a layer's fit.

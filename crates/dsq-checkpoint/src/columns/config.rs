@@ -132,7 +132,15 @@ fn config(
     let (target_texts, ignore_texts) = (texts(&targets), texts(&ignore));
     let name = if format == FolderFormat::Awq { "awq" } else { "gptq" };
     let group = QuantizationGroup { name: name.into(), target_texts, targets, weights, activations: None };
-    Ok(QuantizationConfig { groups: vec![group], ignore, ignore_texts, kv_cache: None, format, act_order })
+    Ok(QuantizationConfig {
+        groups: vec![group],
+        ignore,
+        ignore_texts,
+        kv_cache: None,
+        format,
+        act_order,
+        scale_inv: false,
+    })
 }
 
 /// Refuses a `quantize_config.json` that says another thing than `config.json`: tools read one or the other.

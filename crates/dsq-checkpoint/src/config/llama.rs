@@ -1,18 +1,22 @@
-//! The config of a Llama-like model (llama, qwen2, qwen3, mistral), in the keys of Hugging Face `transformers` (versions 4 and
-//! 5). Not the rotary keys (see `rope.rs`).
+//! The config of a Llama-like model (llama, qwen2, qwen3, mistral, mixtral, deepseek_v2, deepseek_v3), in the keys of Hugging Face
+//! `transformers` (versions 4 and 5). Not the rotary keys (see `rope.rs`), those of experts (`experts.rs`) and of latent attention
+//! (`latent.rs`).
 
 use super::LinearSpec;
-use super::fields::Fields;
+use super::experts::Experts;
+use super::fields::{Fields, show};
+use super::latent::{self, Latent};
 use super::rope::{self, RopeScaling};
 use crate::{CheckpointError, Fault, Severity};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU). qwen2 has biases of q, k and v, qwen3 a
-/// norm of each query and key head, and qwen2, qwen3 and mistral may have attention windows.
+/// norm of each query and key head, and qwen2, qwen3, mistral and mixtral may have attention windows; mixtral, deepseek_v2 and
+/// deepseek_v3 have experts, the last two latent attention.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// `model_type`: `llama`, `qwen2`, `qwen3` or `mistral`.
+    /// `model_type`: `llama`, `qwen2`, `qwen3`, `mistral`, `mixtral`, `deepseek_v2` or `deepseek_v3`.
     pub model_type: String,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -24,7 +28,7 @@ pub struct LlamaConfig {
     pub num_attention_heads: usize,
     /// Key and value heads; divides `num_attention_heads`.
     pub num_key_value_heads: usize,
-    /// Width of a head; even. Not necessarily `hidden_size / num_attention_heads`.
+    /// Width of a head; even. Not necessarily `hidden_size / num_attention_heads`. Of latent attention: of the part that is rotated.
     pub head_dim: usize,
     /// Rows of the embedding.
     pub vocab_size: usize,
@@ -39,6 +43,10 @@ pub struct LlamaConfig {
     /// How many positions a token of each layer sees, its own and those right before it; `None`: all. Empty where no layer
     /// has a window.
     pub windows: Vec<Option<usize>>,
+    /// Experts in the place of feed-forward blocks; `None`: all layers are dense.
+    pub experts: Option<Experts>,
+    /// Latent attention; `None`: grouped-query attention.
+    pub latent: Option<Latent>,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Beginning-of-sequence token.
@@ -50,12 +58,22 @@ pub struct LlamaConfig {
 }
 
 /// The architectures of this config: `model_type`, and the name in `architectures`.
-pub(super) const FAMILY: [(&str, &str); 4] = [
+pub(super) const FAMILY: [(&str, &str); 7] = [
     ("llama", "LlamaForCausalLM"),
     ("qwen2", "Qwen2ForCausalLM"),
     ("qwen3", "Qwen3ForCausalLM"),
     ("mistral", "MistralForCausalLM"),
+    ("mixtral", "MixtralForCausalLM"),
+    ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    ("deepseek_v3", "DeepseekV3ForCausalLM"),
 ];
+
+/// Experts of all layers together: DeepSeek-V3 has 14,848. A config alone should not fill the memory with names.
+const MOST_EXPERTS: usize = 1 << 17;
+
+/// Keys of models with experts that only training asks for, or the place where an expert runs.
+const OF_EXPERTS_WITHOUT_MEANING: [&str; 6] =
+    ["aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"];
 
 /// Keys that say nothing about what the model computes at inference.
 const WITHOUT_MEANING: [&str; 26] = [
@@ -97,14 +115,39 @@ impl LlamaConfig {
     ) -> Result<Self, CheckpointError> {
         let mut defaulted = Vec::new();
         let mut default = |key: &'static str, value: String| defaulted.push(format!("{key} = {value}"));
+        let deepseek = is_deepseek(model_type);
+        if let Some(code) = f.get("auto_map") {
+            // The published folders of DeepSeek name code for what transformers has by now.
+            if !deepseek {
+                let problem = format!("dsq never runs a model's own code; expected no key, got {}", show(code));
+                return Err(f.error("auto_map", problem));
+            }
+            let what = format!("not used: {model_type} runs by dsq's own code, not by that of the folder");
+            faults.push(Fault::new(Severity::Note, file, "auto_map", what));
+        }
         let hidden_size = f.required("hidden_size", f.size("hidden_size"))?;
         let intermediate_size = f.required("intermediate_size", f.size("intermediate_size"))?;
         let num_hidden_layers = f.required("num_hidden_layers", f.integer("num_hidden_layers", 1..=4096))? as usize;
         let num_attention_heads = f.required("num_attention_heads", f.size("num_attention_heads"))?;
         let vocab_size = f.required("vocab_size", f.size("vocab_size"))?;
+        if deepseek {
+            latent::check_heads(f, num_attention_heads, file)?;
+        }
+        let latent = if deepseek { Some(Latent::read(f, model_type, &mut default)?) } else { None };
+        let experts = match model_type {
+            "mixtral" => Some(Experts::of_mixtral(f, intermediate_size, &mut default)?),
+            _ if deepseek => Some(Experts::of_deepseek(f, model_type, &mut default)?),
+            _ => None,
+        };
+        if let Some(e) = experts.filter(|e| e.count.saturating_mul(num_hidden_layers) > MOST_EXPERTS) {
+            let key = if deepseek { "n_routed_experts" } else { "num_local_experts" };
+            let problem =
+                format!("expected at most {MOST_EXPERTS} over all {num_hidden_layers} layers, got {} a layer", e.count);
+            return Err(f.error(key, problem));
+        }
         let num_key_value_heads = f.size("num_key_value_heads")?.unwrap_or_else(|| {
             let fixed = match model_type {
-                "mistral" => Some(8),
+                "mistral" | "mixtral" => Some(8),
                 "qwen2" | "qwen3" => Some(32),
                 _ => None,
             };
@@ -127,6 +170,7 @@ impl LlamaConfig {
         }
         let head_dim = match f.size("head_dim")? {
             Some(d) => d,
+            None if latent.is_some() => latent.map_or(0, |a| a.rope),
             None if model_type == "qwen3" => {
                 default("head_dim", "128".into());
                 128
@@ -148,16 +192,18 @@ impl LlamaConfig {
         }
         let max_position_embeddings = f.size("max_position_embeddings")?.unwrap_or_else(|| {
             let n = match model_type {
-                "mistral" => 4096 * 32,
+                "mistral" | "mixtral" => 4096 * 32,
                 "qwen2" | "qwen3" => 32_768,
+                "deepseek_v3" => 4096,
                 _ => 2048,
             };
             default("max_position_embeddings", n.to_string());
             n
         });
         let rms_norm_eps = f.number("rms_norm_eps")?.unwrap_or_else(|| {
-            default("rms_norm_eps", "1e-6".into());
-            1e-6
+            let eps = if model_type == "mixtral" { 1e-5 } else { 1e-6 };
+            default("rms_norm_eps", format!("{eps:e}"));
+            eps
         }) as f32;
         if rms_norm_eps < 0.0 || !rms_norm_eps.is_finite() {
             return Err(f.error("rms_norm_eps", format!("expected a small positive number, got {rms_norm_eps}")));
@@ -172,8 +218,9 @@ impl LlamaConfig {
         });
         let (rope_theta, rope_scaling) = rope::read(f, file)?;
         let rope_theta = rope_theta.unwrap_or_else(|| {
-            default("rope_theta", "10000".into());
-            10000.0
+            let theta = if model_type == "mixtral" { 1e6 } else { 1e4 };
+            default("rope_theta", theta.to_string());
+            theta
         });
         if matches!(rope_scaling, Some(RopeScaling::Dynamic { .. })) {
             let what = format!(
@@ -204,7 +251,8 @@ impl LlamaConfig {
             _ => single(f, "pad_token_id", vocab_size)?,
         };
         let eos_token_ids = f.token_ids("eos_token_id", vocab_size)?;
-        f.refuse_the_rest(&WITHOUT_MEANING)?;
+        let of_experts: &[&str] = if experts.is_some() { &OF_EXPERTS_WITHOUT_MEANING } else { &[] };
+        f.refuse_the_rest(&[&WITHOUT_MEANING, of_experts].concat())?;
         if !defaulted.is_empty() {
             let what = format!("keys absent, defaults taken: {}", defaulted.join(", "));
             faults.push(Fault::new(Severity::Note, file, "", what));
@@ -223,6 +271,8 @@ impl LlamaConfig {
             rope_theta,
             rope_scaling,
             windows,
+            experts,
+            latent,
             tie_word_embeddings,
             bos_token_id,
             eos_token_ids,
@@ -271,7 +321,18 @@ impl LlamaConfig {
             if self.model_type != "qwen3" {
                 map.remove("attention_bias");
             }
-            self.write_windows(map);
+            match &self.latent {
+                None => self.write_windows(map),
+                Some(latent) => {
+                    map.remove("head_dim");
+                    latent.write(self, map);
+                }
+            }
+            match (&self.experts, &self.latent) {
+                (Some(experts), Some(_)) => experts.write_deepseek(map),
+                (Some(experts), None) => experts.write_mixtral(map),
+                (None, _) => {}
+            }
         }
         out
     }
@@ -280,7 +341,7 @@ impl LlamaConfig {
     fn write_windows(&self, map: &mut Map<String, Value>) {
         let window = self.windows.iter().copied().flatten().next();
         map.insert("sliding_window".into(), json!(window));
-        if self.model_type != "mistral" {
+        if !["mistral", "mixtral"].contains(&self.model_type.as_str()) {
             let types = (0..self.num_hidden_layers).map(|i| match self.window(i) {
                 None => FULL,
                 Some(_) => SLIDING,
@@ -308,22 +369,28 @@ impl LlamaConfig {
         self.model_type == "qwen3"
     }
 
-    pub(super) fn linears(&self) -> Vec<LinearSpec> {
-        let (d, ffn) = (self.hidden_size, self.intermediate_size);
+    /// The linear layers of layer `i` in the order of the model: end of the module name, outputs, inputs.
+    pub fn layer_linears(&self, i: usize) -> Vec<(String, usize, usize)> {
+        let d = self.hidden_size;
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
-        let parts = [
-            ("self_attn.q_proj", q, d),
-            ("self_attn.k_proj", kv, d),
-            ("self_attn.v_proj", kv, d),
-            ("self_attn.o_proj", d, q),
-            ("mlp.gate_proj", ffn, d),
-            ("mlp.up_proj", ffn, d),
-            ("mlp.down_proj", d, ffn),
-        ];
+        let mut out = match &self.latent {
+            Some(latent) => self.latent_linears(latent),
+            None => [("q_proj", q, d), ("k_proj", kv, d), ("v_proj", kv, d), ("o_proj", d, q)]
+                .map(|(part, n, k)| (format!("self_attn.{part}"), n, k))
+                .into(),
+        };
+        out.extend(self.feed_forward_linears(i));
+        out
+    }
+
+    pub(super) fn linears(&self) -> Vec<LinearSpec> {
+        let d = self.hidden_size;
         let mut out = Vec::new();
         for i in 0..self.num_hidden_layers {
             out.extend(
-                parts.map(|(name, n, k)| LinearSpec { module: format!("model.layers.{i}.{name}"), shape: vec![n, k] }),
+                self.layer_linears(i)
+                    .into_iter()
+                    .map(|(name, n, k)| LinearSpec { module: format!("model.layers.{i}.{name}"), shape: vec![n, k] }),
             );
         }
         if !self.tie_word_embeddings {
@@ -342,6 +409,13 @@ impl LlamaConfig {
                 let norms = ["q_norm", "k_norm"].map(|n| format!("model.layers.{i}.self_attn.{n}.weight"));
                 out.extend(norms.map(|name| (name, vec![self.head_dim])));
             }
+            if let Some(a) = &self.latent {
+                let q_norm = a.q_rank.map(|rank| ("q_a_layernorm", rank));
+                let norms = q_norm.into_iter().chain([("kv_a_layernorm", a.kv_rank)]);
+                out.extend(norms.map(|(n, width)| (format!("model.layers.{i}.self_attn.{n}.weight"), vec![width])));
+            }
+            let router = self.router_tensors(i).into_iter();
+            out.extend(router.map(|(name, shape)| (format!("model.layers.{i}.{name}"), shape)));
         }
         let biased = self.linears().into_iter().filter(|l| self.has_bias(&l.module));
         out.extend(biased.map(|l| (format!("{}.bias", l.module), vec![l.n()])));
@@ -354,7 +428,12 @@ impl LlamaConfig {
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// The window of each layer, empty where none has one: of mistral `sliding_window`, in all layers; of qwen2 and qwen3 where
+/// Whether a type has latent attention.
+fn is_deepseek(model_type: &str) -> bool {
+    ["deepseek_v2", "deepseek_v3"].contains(&model_type)
+}
+
+/// The window of each layer, empty where none has one: of mistral and mixtral `sliding_window`, in all layers; of qwen2 and qwen3 where
 /// `use_sliding_window` says so, in those layers that `layer_types` names, or from `max_window_layers` on.
 fn read_windows(
     f: &Fields,
@@ -362,19 +441,20 @@ fn read_windows(
     layers: usize,
     default: &mut dyn FnMut(&'static str, String),
 ) -> Result<Vec<Option<usize>>, CheckpointError> {
-    if model_type == "llama" {
+    if model_type == "llama" || is_deepseek(model_type) {
         f.only("sliding_window", &Value::Null, "attention is full")?;
         f.only("use_sliding_window", &json!(false), "attention is full")?;
         return Ok(Vec::new());
     }
     let mut width = f.size("sliding_window")?;
-    let used = model_type == "mistral" || f.boolean("use_sliding_window")?.unwrap_or(false);
-    if used && !f.has("sliding_window") {
+    let everywhere = ["mistral", "mixtral"].contains(&model_type);
+    let used = everywhere || f.boolean("use_sliding_window")?.unwrap_or(false);
+    if used && model_type != "mixtral" && !f.has("sliding_window") {
         default("sliding_window", "4096".into());
         width = Some(4096);
     }
     let width = width.filter(|_| used);
-    if model_type == "mistral" {
+    if everywhere {
         return Ok(width.map(|w| vec![Some(w); layers]).unwrap_or_default());
     }
     let first = f.integer("max_window_layers", 0..=i64::from(u32::MAX))?.map(|n| n as usize);
@@ -406,7 +486,7 @@ fn read_windows(
 }
 
 /// The f64 whose shortest decimal form is that of `x`, so that a config shows 1e-5 and not 9.999999747378752e-6.
-fn short(x: f32) -> f64 {
+pub(super) fn short(x: f32) -> f64 {
     x.to_string().parse().unwrap_or_else(|_| f64::from(x))
 }
 

@@ -2,19 +2,23 @@
 //! changes what the model computes.
 
 mod efficientnet;
+mod experts;
 pub(crate) mod fields;
+mod latent;
 mod llama;
 mod resnet;
 mod rope;
 
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
+pub use experts::{Experts, Groups, Routing, Scores};
+pub use latent::{LATENT_NORM_EPS, Latent};
 pub use llama::LlamaConfig;
 pub use resnet::ResNetConfig;
 pub use rope::{RopeScaling, Rotary, Yarn};
 
 use crate::json::parse_json;
 use crate::{CheckpointError, Fault};
-use fields::{Fields, show};
+use fields::Fields;
 use serde_json::Value;
 use std::path::Path;
 
@@ -41,8 +45,9 @@ impl LinearSpec {
 
 /// The architecture of a model.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(clippy::large_enum_variant)] // A program holds one or two.
 pub enum ModelConfig {
-    /// A Llama-like language model: llama, qwen2, qwen3 or mistral.
+    /// A Llama-like language model: llama, qwen2, qwen3, mistral, mixtral, deepseek_v2 or deepseek_v3.
     Llama(LlamaConfig),
     /// dsq's own residual network for small images.
     ResNet(ResNetConfig),
@@ -65,10 +70,6 @@ impl ModelConfig {
         let fields = Fields::new(value, file, "")?;
         let model_type = fields.string("model_type")?;
         let architectures = fields.strings("architectures")?.unwrap_or_default();
-        if let Some(code) = fields.get("auto_map") {
-            return Err(fields
-                .error("auto_map", format!("dsq never runs a model's own code; expected no key, got {}", show(code))));
-        }
         if architectures.len() > 1 {
             return Err(fields.error("architectures", format!("expected one architecture, got {architectures:?}")));
         }
@@ -130,25 +131,40 @@ impl ModelConfig {
         }
     }
 
-    /// Modules whose outputs a server computes as one matrix, `module` among them: they must share what is one value for a
-    /// matrix, as the global scale of NVFP4. q, k and v; gate and up; any other module alone.
+    /// Modules whose outputs a server computes as one matrix, or that read one tensor, `module` among them: they must share what
+    /// is one value for a matrix, as the global scale of NVFP4, and the form of their input. q, k and v; gate and up, of each expert;
+    /// what latent attention makes of the residual stream; any other module alone.
     pub fn fused_with(&self, module: &str) -> Vec<String> {
-        const FUSED: [&[&str]; 2] =
-            [&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], &["mlp.gate_proj", "mlp.up_proj"]];
-        if matches!(self, Self::Llama(_)) {
-            for parts in FUSED {
-                if let Some(layer) = parts.iter().find_map(|p| module.strip_suffix(p)) {
-                    return parts.iter().map(|p| format!("{layer}{p}")).collect();
-                }
+        const GATE_UP: [&[&str]; 2] = [&["gate_proj", "up_proj"], &["w1", "w3"]];
+        let Self::Llama(c) = self else { return vec![module.to_owned()] };
+        let attention: &[&str] = match c.latent.map(|a| a.q_rank) {
+            None => &["q_proj", "k_proj", "v_proj"],
+            Some(None) => &["q_proj", "kv_a_proj_with_mqa"],
+            Some(Some(_)) => &["q_a_proj", "kv_a_proj_with_mqa"],
+        };
+        for parts in [attention].into_iter().chain(GATE_UP) {
+            let stem = |p: &&str| module.strip_suffix(*p).filter(|stem| stem.ends_with('.'));
+            if let Some(stem) = parts.iter().find_map(stem) {
+                return parts.iter().map(|p| format!("{stem}{p}")).collect();
             }
         }
         vec![module.to_owned()]
     }
 
-    /// Modules that stay in float unless asked for: `lm_head`, and nothing in a CNN.
+    /// Modules that stay in float unless asked for: `lm_head`, `kv_b_proj` of latent attention (servers fold it into queries and
+    /// outputs), and nothing in a CNN. Routers of experts always stay in float, see [`ModelConfig::always_float`].
     pub fn default_ignore(&self) -> Vec<String> {
         match self {
+            Self::Llama(c) if c.latent.is_some() => vec!["lm_head".into(), "kv_b_proj".into()],
             Self::Llama(_) => vec!["lm_head".into()],
+            Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
+        }
+    }
+
+    /// Modules that other tools take for linear layers and that are never quantized: the routers of experts.
+    pub fn always_float(&self) -> Vec<String> {
+        match self {
+            Self::Llama(c) => c.routers(),
             Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
         }
     }

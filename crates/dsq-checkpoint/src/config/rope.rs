@@ -122,12 +122,16 @@ impl Yarn {
     }
 
     fn attention_factor(&self) -> f64 {
-        let magnitude = |m: f64| if self.factor <= 1.0 { 1.0 } else { 0.1 * m * self.factor.ln() + 1.0 };
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(factor), ..) => factor,
-            (None, Some(a), Some(b)) if a != 0.0 && b != 0.0 => magnitude(a) / magnitude(b),
-            _ => magnitude(1.0),
+            (None, Some(a), Some(b)) if a != 0.0 && b != 0.0 => self.magnitude(a) / self.magnitude(b),
+            _ => self.magnitude(1.0),
         }
+    }
+
+    /// The magnitude of queries and keys for the coefficient `m`.
+    pub(super) fn magnitude(&self, m: f64) -> f64 {
+        if self.factor <= 1.0 { 1.0 } else { 0.1 * m * self.factor.ln() + 1.0 }
     }
 }
 

@@ -386,6 +386,7 @@ fn quantization_value(
     }
     let mut ignore: Vec<String> =
         config.linears().into_iter().map(|l| l.module).filter(|m| !quantized.contains(&m.as_str())).collect();
+    ignore.extend(config.always_float());
     if format != FolderFormat::CompressedTensors {
         ignore.retain(|m| m != "lm_head");
         return Some(columns::to_value(format, &groups[0].0, quantized.contains(&"lm_head"), &ignore));

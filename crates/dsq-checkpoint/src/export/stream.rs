@@ -59,13 +59,12 @@ pub fn export_stream<'a, E: From<CheckpointError> + Send>(
     aux: Vec<(String, Vec<u8>)>,
     make: &Make<'_, 'a, E>,
 ) -> Result<Proof, E> {
-    let dropped = tied_head(target, &outlines, make)?;
+    let (config, mut dropped) = mtp_layers(target.config, &outlines);
+    let target = &FolderTarget { config: &config, ..*target };
+    dropped.extend(tied_head(target, &outlines, make)?);
     // Which of the given ones each of the written ones is.
-    let given: Vec<usize> =
-        (0..outlines.len()).filter(|i| dropped.as_ref().is_none_or(|(head, _)| i != head)).collect();
-    if let Some((head, _)) = &dropped {
-        outlines.remove(*head);
-    }
+    let given: Vec<usize> = (0..outlines.len()).filter(|i| dropped.iter().all(|(at, _)| i != at)).collect();
+    outlines = given.iter().map(|&i| outlines[i].clone()).collect();
     let mut session = Session::new(target, outlines, aux)?;
     let proof = {
         let files = session.files()?;
@@ -74,7 +73,7 @@ pub fn export_stream<'a, E: From<CheckpointError> + Send>(
         let written = target.workers.run(given.len(), cost, write)?;
         files.into_iter().try_for_each(PlacedFile::finish)?;
         let mut proof = session.prove(&written)?;
-        proof.tensors.extend(dropped.map(|(_, proof)| proof));
+        proof.tensors.extend(dropped.into_iter().map(|(_, proof)| proof));
         proof
     };
     session.commit(&proof)?;
@@ -96,6 +95,30 @@ pub fn folder_bytes(target: &FolderTarget, outlines: &[Outline]) -> Result<u64, 
 /// The proof grows with the number of tensors; 1 KiB a tensor is more than it needs.
 fn proof_bytes(outlines: &[Outline]) -> u64 {
     1024 * outlines.len() as u64
+}
+
+/// What is said of a tensor that is not in the folder.
+fn dropped(name: String, reason: &'static str) -> TensorProof {
+    let (became, reason) = ("dropped", Some(reason));
+    TensorProof { name, became, reason, source: None, underflow: 0, bits_per_weight: 0.0, stored: BTreeMap::new() }
+}
+
+/// Finds the tensors of layers that predict tokens beyond the next, which dsq does not run and does not write, and gives the config
+/// without them.
+fn mtp_layers(config: &ModelConfig, outlines: &[Outline]) -> (ModelConfig, Vec<(usize, TensorProof)>) {
+    let mut config = config.clone();
+    let ModelConfig::Llama(c) = &mut config else { return (config, Vec::new()) };
+    let name = |o: &Outline| match o {
+        Outline::Linear { module, .. } => format!("{module}.weight"),
+        _ => o.name(),
+    };
+    let reason = "a layer that predicts tokens beyond the next, which dsq does not run";
+    let ahead = outlines.iter().map(name).enumerate().filter(|(_, name)| c.mtp_layer(name).is_some());
+    let found = ahead.map(|(i, name)| (i, dropped(name, reason))).collect();
+    if let Some(latent) = &mut c.latent {
+        latent.mtp_layers = 0;
+    }
+    (config, found)
 }
 
 /// Finds `lm_head` in a tied model, which must be the embedding and is not written.
@@ -124,15 +147,7 @@ fn tied_head<E: From<CheckpointError>>(
             .with_hint("set tie_word_embeddings to false to store a matrix of its own")
             .into());
     }
-    let proof = TensorProof {
-        name: "lm_head.weight".into(),
-        became: "dropped",
-        reason: Some("tie_word_embeddings: it is model.embed_tokens.weight"),
-        source: None,
-        underflow: 0,
-        bits_per_weight: 0.0,
-        stored: BTreeMap::new(),
-    };
+    let proof = dropped("lm_head.weight".into(), "tie_word_embeddings: it is model.embed_tokens.weight");
     Ok(Some((at, proof)))
 }
 

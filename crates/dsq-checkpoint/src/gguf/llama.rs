@@ -163,6 +163,8 @@ pub(crate) fn config(metadata: &Metadata, tensors: &[TensorEntry]) -> Result<Lla
         rope_theta,
         rope_scaling: None,
         windows: Vec::new(),
+        experts: None,
+        latent: None,
         tie_word_embeddings: !tensors.iter().any(|t| t.name == "output.weight"),
         bos_token_id: ids.bos,
         eos_token_ids: ids.eos,

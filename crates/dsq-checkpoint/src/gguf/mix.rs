@@ -136,6 +136,8 @@ mod tests {
             rope_theta: 1e4,
             rope_scaling: None,
             windows: Vec::new(),
+            experts: None,
+            latent: None,
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: vec![],

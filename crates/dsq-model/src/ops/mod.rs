@@ -8,6 +8,7 @@ pub(crate) mod attention;
 pub(crate) mod cross_entropy;
 pub(crate) mod distill;
 pub(crate) mod embedding;
+pub(crate) mod gather;
 pub(crate) mod hidden;
 pub(crate) mod linear;
 pub(crate) mod rms_norm;

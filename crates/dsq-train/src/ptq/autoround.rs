@@ -16,7 +16,7 @@ use crate::adamw::NamedGradients;
 use crate::qat::{GRID_SCALE, GRID_ZERO};
 use burn::tensor::{Device, Tensor};
 use dsq_model::layers::Linear;
-use dsq_model::{Layer, LearnedGrid, Sequences};
+use dsq_model::{Layer, LearnedGrid, Sequences, parameter_path};
 use dsq_quant::QuantArgs;
 
 /// What is moved: a weight and its grid.
@@ -86,8 +86,8 @@ impl Run<'_> {
         let tuning = self.settings.tuning;
         let count = self.stream.len();
         let steps = tuning.epochs * count;
-        let origin = |(part, l): (&'static str, &Linear)| latent(l).map(|origin| (part, origin));
-        let origins: Vec<(&str, Latent)> = student.linears().into_iter().filter_map(origin).collect();
+        let origin = |(part, l): (String, &Linear)| latent(l).map(|origin| (part, origin));
+        let origins: Vec<(String, Latent)> = student.linears().into_iter().filter_map(origin).collect();
         let tracked = |x: &Tensor<3>| x.clone().autodiff();
         for step in 0..steps {
             let stream = (self.progress.layer * tuning.epochs + step / count) as u64;
@@ -109,7 +109,7 @@ impl Run<'_> {
             }
             for (part, linear) in student.linears_mut() {
                 if let Some((_, origin)) = origins.iter().find(|o| o.0 == part) {
-                    step_linear(linear, part, origin, &grads, rate(step, steps));
+                    step_linear(linear, &parameter_path(&part), origin, &grads, rate(step, steps));
                 }
             }
             self.tick(1);
@@ -127,7 +127,7 @@ fn latent(linear: &Linear) -> Option<Latent> {
     })
 }
 
-/// One step of a linear.
+/// One step of a linear, whose parameters have paths that begin with `part`.
 fn step_linear(linear: &mut Linear, part: &str, origin: &Latent, grads: &NamedGradients, rate: f32) {
     let path = |what: &str| grads.get(&format!("{part}.{what}"));
     let (Some(args), Some(mut moved)) = (linear.quant().copied(), latent(linear)) else { return };

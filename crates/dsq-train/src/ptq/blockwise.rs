@@ -15,7 +15,8 @@ use crate::random::permutation;
 use crate::schedule::learning_rate;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use dsq_model::{Layer, Llama, Sequences, Teacher};
+use dsq_model::layers::Linear;
+use dsq_model::{Layer, Llama, Sequences, Teacher, parameter_path};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::sync::Arc;
 
@@ -121,6 +122,11 @@ impl Tuner {
     }
 }
 
+/// Linears by the paths of their parameters.
+fn by_path(linears: Vec<(String, &Linear)>) -> impl Iterator<Item = (String, &Linear)> {
+    linears.into_iter().map(|(name, l)| (parameter_path(&name), l))
+}
+
 pub(super) fn scalar(t: &Tensor<1>) -> f64 {
     t.clone().into_data().try_to_vec::<f32>().map_or(f64::NAN, |v| f64::from(v[0]))
 }
@@ -162,7 +168,7 @@ impl Run<'_> {
         }
         student = student.freeze_floats();
         for (part, linear) in student.linears_mut() {
-            let module = self.module(part);
+            let module = self.module(&part);
             let start = self.starts.iter().position(|(p, _)| *p == part).map(|i| self.starts.swap_remove(i).1);
             let done = self.outcome.linears[first..].iter().find(|l| l.module == module);
             let (Some(start), Some(done)) = (start, done) else {
@@ -185,7 +191,7 @@ impl Run<'_> {
         self.outcome.blocks.push(fit);
 
         for ((part, linear), (_, out)) in student.linears().into_iter().zip(quantized.linears_mut()) {
-            let module = self.module(part);
+            let module = self.module(&part);
             let quant = |source| TrainError::Quant { module: module.clone(), source };
             let Some(matrix) = linear.quantized().map_err(quant)? else { continue };
             out.set_values(matrix.dequantize());
@@ -221,7 +227,7 @@ impl Run<'_> {
     fn train_block(&mut self, mut student: Layer, targets: &[Tensor<3>]) -> Result<Layer, TrainError> {
         let tuning = self.settings.tuning;
         let steps = tuning.epochs * self.stream.len();
-        let grids = GridRates::new(tuning.scale_rate, student.linears().map(|(part, l)| (part.to_owned(), l)));
+        let grids = GridRates::new(tuning.scale_rate, by_path(student.linears()));
         let what = format!("model.layers.{}: block-wise training", self.progress.layer);
         let mut tuner = Tuner::new(what, tuning.weight_rate, grids, steps);
         let tracked = |x: &Tensor<3>| x.clone().autodiff();
@@ -276,7 +282,7 @@ impl Run<'_> {
             }
         }
         let batches: Vec<Vec<i32>> = text.batches().collect();
-        let grids = GridRates::new(tuning.end_scale_rate, student.linears());
+        let grids = GridRates::new(tuning.end_scale_rate, by_path(student.linears()));
         let mut tuner = Tuner::new("end-to-end training".into(), tuning.end_weight_rate, grids, tuning.steps);
         let mut losses = Vec::with_capacity(tuning.steps);
         for step in 0..tuning.steps {

@@ -65,6 +65,18 @@ impl Hessian {
         }
     }
 
+    /// Whether no token was seen.
+    pub(super) fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// Takes inputs `x [m, k]` into the range of each, and into nothing else.
+    pub(super) fn widen_range(&mut self, x: &[f32]) {
+        for row in x.chunks_exact(self.k.max(1)) {
+            self.range.iter_mut().zip(row).for_each(|([lo, hi], v)| (*lo, *hi) = (lo.min(*v), hi.max(*v)));
+        }
+    }
+
     /// Adds inputs `x [m, k]` and what they would be without the errors that are in them, `y [m, k]`: the float model's.
     ///
     /// # Panics

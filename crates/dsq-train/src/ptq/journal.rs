@@ -146,6 +146,7 @@ struct About {
     inputs: Vec<InputAbout>,
     fits: Vec<(usize, u64, u64, bool)>,
     latents: Vec<String>,
+    never_hit: Vec<String>,
 }
 
 /// Module, scheme, and the bits of the scale with the zero point.
@@ -256,6 +257,7 @@ impl Run<'_> {
         }
         let fits = self.outcome.blocks.iter().filter(|b| b.layer == i);
         about.fits.extend(fits.map(|b| (b.layer, b.before.to_bits(), b.after.to_bits(), b.kept)));
+        about.never_hit.extend(self.outcome.never_hit.iter().filter(|m| of_block(m)).cloned());
         for (module, latent) in self.latents.iter().filter(|(m, _)| of_block(m)) {
             tensors.push(floats(format!("latent.{}", about.latents.len()), latent));
             about.latents.push(module.clone());
@@ -323,6 +325,7 @@ impl Run<'_> {
             self.outcome.norms.extend(outcome.norms);
             self.outcome.inputs.extend(outcome.inputs);
             self.outcome.blocks.extend(outcome.blocks);
+            self.outcome.never_hit.extend(outcome.never_hit);
             self.latents.extend(latents);
         }
         self.progress.done = number("done")?;
@@ -355,6 +358,7 @@ fn read_block(path: &Path) -> Result<(PtqOutcome, Latents), TrainError> {
         kept,
     };
     out.blocks.extend(about.fits.into_iter().map(fit));
+    out.never_hit = about.never_hit;
     let mut latents = Vec::new();
     for (i, module) in about.latents.into_iter().enumerate() {
         latents.push((module, file.read_f32(&format!("latent.{i}"))?));

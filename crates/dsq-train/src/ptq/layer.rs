@@ -2,20 +2,17 @@
 //! chosen. The arithmetic is in `gptq.rs` and `awq.rs`, the walk over layers in `mod.rs`.
 
 use super::awq::{self, Consumer};
-use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptaq, gptq};
+use super::{Factor, Hessian, PtqLinear, PtqMethod, PtqNorm, Rescale, Run, Scaling, gptaq, gptq, values};
 use crate::TrainError;
+use burn::tensor::Tensor;
 use dsq_checkpoint::Dtype;
 use dsq_kernels::fake_quant::largest_magnitude;
-use dsq_model::Layer;
 use dsq_model::layers::{Linear, RmsNorm};
+use dsq_model::{Experts, FeedForward, Layer};
 use dsq_quant::{FloatType, QuantArgs, QuantError, QuantizedMatrix};
 
-const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 const V: &str = "self_attn.v_proj";
 const O: [&str; 1] = ["self_attn.o_proj"];
-const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
-const UP: &str = "mlp.up_proj";
-const DOWN: [&str; 1] = ["mlp.down_proj"];
 
 impl Run<'_> {
     /// Quantizes one layer, moves the residual stream past it, and returns it as it became.
@@ -26,39 +23,132 @@ impl Run<'_> {
     pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
         let mut work = Work::new(&layer);
         self.quantize_inputs(&mut layer);
-        let awq = self.settings.scaling == Scaling::Awq;
-        let mut h = self.observe(&layer, &QKV, None, |l, x, _| l.qkv_input(x))?;
-        let mut o = None;
-        let norm = "input_layernorm";
-        self.scale_by_norm(norm, |l| &mut l.input_layernorm, &mut work, &mut layer, &QKV, h.as_mut())?;
-        if awq {
-            o = self.observe_alone(&layer, &O, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
-            let (heads, kv_heads, d) =
-                (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
-            self.scale_by_rows(V, O[0], (heads, kv_heads, d), &mut work, &mut layer, o.as_mut())?;
-        }
-        self.choose(&mut layer, &QKV, &work, h)?;
-        if self.walks_again() {
-            o = self.observe(&layer, &O, work.columns(O[0]), |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
-        }
-        self.choose(&mut layer, &O, &work, o)?;
+        self.quantize_attention(&mut layer, &mut work)?;
         self.pass_attention(&layer);
-        let mut h = self.observe(&layer, &GATE_UP, None, |l, x, _| l.gate_up_input(x))?;
-        let mut down = None;
-        let norm = "post_attention_layernorm";
-        self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, &mut work, &mut layer, &GATE_UP, h.as_mut())?;
-        if awq {
-            down = self.observe_alone(&layer, &DOWN, |l, x, _| l.down_input(l.gate_up_input(x)))?;
-            let ffn = self.model.intermediate_size;
-            self.scale_by_rows(UP, DOWN[0], (1, 1, ffn), &mut work, &mut layer, down.as_mut())?;
+        for j in 0..layer.mlp.blocks().len() {
+            self.quantize_block(j, &mut layer, &mut work)?;
         }
-        self.choose(&mut layer, &GATE_UP, &work, h)?;
-        if self.walks_again() {
-            down = self.observe(&layer, &DOWN, work.columns(DOWN[0]), |l, x, _| l.down_input(l.gate_up_input(x)))?;
-        }
-        self.choose(&mut layer, &DOWN, &work, down)?;
         self.pass_mlp(&layer);
         Ok(layer)
+    }
+
+    /// Quantizes the linears of attention, those that read one tensor together.
+    fn quantize_attention(&mut self, layer: &mut Layer, work: &mut Work) -> Result<(), TrainError> {
+        let awq = self.settings.scaling == Scaling::Awq;
+        let grouped = self.model.latent.is_none();
+        let sets = layer.attention_sets();
+        let mut h = self.observe(layer, &sets[0], None, |l, x, _| l.qkv_input(x))?;
+        let mut o = None;
+        self.scale_by_norm("input_layernorm", |l| &mut l.input_layernorm, work, layer, &sets[0], h.as_mut())?;
+        if awq && grouped {
+            o = self.observe_alone(layer, &O, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
+            let (heads, kv_heads, d) =
+                (self.model.num_attention_heads, self.model.num_key_value_heads, self.model.head_dim);
+            self.scale_by_rows(V, O[0], (heads, kv_heads, d), work, layer, o.as_mut())?;
+        }
+        self.choose(layer, &sets[0], work, h)?;
+        for set in &sets[1..sets.len() - 1] {
+            let h = self.observe(layer, set, None, |l, x, batch| l.attention_input(set[0], l.qkv_input(x), batch))?;
+            self.choose(layer, set, work, h)?;
+        }
+        if self.walks_again() || !grouped {
+            o = self.observe(layer, &O, work.columns(O[0]), |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
+        }
+        self.choose(layer, &O, work, o)
+    }
+
+    /// Quantizes block `j` of the feed-forward blocks. The norm before experts takes no scales: the router reads it too.
+    fn quantize_block(&mut self, j: usize, layer: &mut Layer, work: &mut Work) -> Result<(), TrainError> {
+        let [gate, up, down] = layer.block_names(j);
+        let (gate_up, down) = ([gate.as_str(), up.as_str()], [down.as_str()]);
+        let mut h = self.observe_block(layer, j, false, &gate_up, None)?;
+        let mut d = None;
+        if matches!(layer.mlp, FeedForward::Dense(_)) {
+            let norm = "post_attention_layernorm";
+            self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, work, layer, &gate_up, h.as_mut())?;
+        }
+        if self.settings.scaling == Scaling::Awq {
+            let float = self.float_layer.take();
+            d = self.observe_block(layer, j, true, &down, None)?;
+            self.float_layer = float;
+            let ffn = layer.mlp.blocks()[j].down_proj.weight.dims()[1];
+            self.scale_by_rows(&up, down[0], (1, 1, ffn), work, layer, d.as_mut())?;
+        }
+        self.choose(layer, &gate_up, work, h)?;
+        if self.walks_again() {
+            d = self.observe_block(layer, j, true, &down, work.columns(down[0]))?;
+        }
+        self.choose(layer, &down, work, d)
+    }
+
+    /// The inputs of gate and up, or of down, of block `j` of the feed-forward blocks: of an expert those of the tokens that are
+    /// sent to it.
+    fn observe_block(
+        &mut self,
+        layer: &Layer,
+        j: usize,
+        down: bool,
+        parts: &[&str],
+        scales: Option<&[f32]>,
+    ) -> Result<Option<Hessian>, TrainError> {
+        match &layer.mlp {
+            FeedForward::Experts(experts) if j < experts.count() => {
+                self.observe_expert(layer, experts, j, down, parts, scales)
+            }
+            _ => self.observe(layer, parts, scales, |l, x, _| {
+                let h = l.gate_up_input(x);
+                if down { l.mlp.blocks()[j].inner(h) } else { h }
+            }),
+        }
+    }
+
+    /// [`Run::observe`] of expert `j`. The float model's inputs beside are those of the same tokens, wherever it would send them.
+    fn observe_expert(
+        &mut self,
+        layer: &Layer,
+        experts: &Experts,
+        j: usize,
+        down: bool,
+        parts: &[&str],
+        scales: Option<&[f32]>,
+    ) -> Result<Option<Hessian>, TrainError> {
+        if !parts.iter().any(|p| self.args(&self.module(p)).is_some()) {
+            self.tick(self.stream.len());
+            return Ok(None);
+        }
+        let input = |l: &Layer, x: Tensor<2>| if down { l.mlp.blocks()[j].inner(x) } else { x };
+        let block = experts.expert(j);
+        let mut h = Hessian::new(if down { &block.down_proj } else { &block.gate_proj }.weight.dims()[1]);
+        for i in 0..self.stream.len() {
+            let routed = experts.route(layer.gate_up_input(self.stream[i].1.clone()));
+            if routed.count(j) > 0 {
+                let x = values(input(layer, routed.tokens_of(j)));
+                match &self.float_layer {
+                    None => h.add(&x),
+                    Some(float) => {
+                        let y = float.gate_up_input(self.float_stream[i].clone());
+                        let mut y = values(input(float, routed.same_of(j, y)));
+                        for row in y.chunks_mut(h.k()) {
+                            row.iter_mut().zip(scales.unwrap_or_default()).for_each(|(v, s)| *v /= s);
+                        }
+                        h.add_beside(&x, &y);
+                    }
+                }
+            }
+            self.tick(1);
+        }
+        let fixed = |p: &&str| self.activations(&self.module(p)).is_some_and(|a| !a.is_dynamic());
+        if h.is_empty() && parts.iter().any(fixed) {
+            for (_, x) in &self.stream {
+                let x = layer.gate_up_input(x.clone());
+                let [b, t, d] = x.dims();
+                h.widen_range(&values(input(layer, x.reshape([b * t, d]))));
+            }
+        }
+        match h.not_finite() {
+            Some(value) => Err(TrainError::Activations { module: self.module(parts[0]), value }),
+            None => Ok(Some(h)),
+        }
     }
 
     /// Whether o and down are measured once q, k and v, or gate and up, are quantized: rounding is content with what it
@@ -74,40 +164,53 @@ impl Run<'_> {
         let method = self.settings.method;
         if self.float_layer.is_some() {
             let chosen = |part: &str| parts.contains(&part) && self.args(&self.module(part)).is_some();
-            for (_, linear) in layer.linears_mut().into_iter().filter(|(part, _)| chosen(part)) {
+            for (_, linear) in layer.linears_mut().into_iter().filter(|(part, _)| chosen(part.as_str())) {
                 linear.set_values(gptaq::targets(linear.values(), &h));
             }
         }
-        let magnitudes = layer.linears().map(|(part, l)| (part, l.largest_magnitude()));
-        let global = self.shared_global(parts, magnitudes.into_iter());
+        let chosen = layer.linears().into_iter().filter(|(part, _)| parts.contains(&part.as_str()));
+        let magnitudes: Vec<(String, f32)> = chosen.map(|(part, l)| (part, l.largest_magnitude())).collect();
+        let global = self.shared_global(parts, magnitudes.iter().map(|(part, m)| (part.as_str(), *m)));
         // Of plain rounding, where columns were scaled.
-        let unscaled =
-            self.shared_global(parts, work.0.iter().map(|(part, l)| (*part, largest_magnitude(&l.original))));
-        let factor = if method.factors() { Factor::new(&h) } else { None };
+        let originals = work.0.iter().filter(|(part, _)| parts.contains(&part.as_str()));
+        let unscaled = self.shared_global(parts, originals.map(|(p, l)| (p.as_str(), largest_magnitude(&l.original))));
+        let factor = if method.factors() && !h.is_empty() { Factor::new(&h) } else { None };
         for (part, linear) in layer.linears_mut() {
-            let module = self.module(part);
-            let Some(args) = self.args(&module).filter(|_| parts.contains(&part)) else { continue };
+            let module = self.module(&part);
+            let Some(args) = self.args(&module).filter(|_| parts.contains(&part.as_str())) else { continue };
             let [n, k] = linear.weight.dims();
             if let Some(grid) = self.fix_inputs(&module, &h)? {
                 linear.set_inputs(Some(grid));
             }
             let values = linear.values();
+            if h.is_empty() {
+                let matrix = rounded(&values, n, k, args, global)
+                    .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
+                linear.set_values(matrix.dequantize());
+                if method.trains() {
+                    self.starts.push((part.clone(), values));
+                }
+                let rescale = work.of(&part).rescale.clone();
+                self.outcome.never_hit.push(module.clone());
+                self.outcome.linears.push(PtqLinear { module, matrix, fit: None, rescale });
+                continue;
+            }
             let weighted = self.settings.weighted;
             let (matrix, mut fit, targets) =
                 gptq::quantize_and_targets(&values, n, k, &h, factor.as_ref(), args, global, weighted)
                     .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             linear.set_values(matrix.dequantize());
             if method.trains() {
-                self.starts.push((part, targets));
+                self.starts.push((part.clone(), targets));
             }
             if !method.factors() {
                 // Every row is rounded, and none of them for want of something better.
                 fit.plain_rows = 0;
             }
-            let rescale = work.of(part).rescale.clone();
+            let rescale = work.of(&part).rescale.clone();
             // GPTAQ's targets are not the weights, so that rounding these is no measure of it.
             if let Some(r) = rescale.as_ref().filter(|_| self.float_layer.is_none()) {
-                fit.rtn_error = rounding_error(&work.of(part).original, r, &h, args, unscaled)
+                fit.rtn_error = rounding_error(&work.of(&part).original, r, &h, args, unscaled)
                     .map_err(|source| TrainError::Quant { module: module.clone(), source })?;
             }
             self.outcome.linears.push(PtqLinear { module, matrix, fit: Some(fit), rescale });
@@ -133,7 +236,7 @@ impl Run<'_> {
         norm: fn(&mut Layer) -> &mut RmsNorm,
         work: &mut Work,
         layer: &mut Layer,
-        parts: &[&'static str],
+        parts: &[&str],
         h: Option<&mut Hessian>,
     ) -> Result<(), TrainError> {
         let scaling = self.settings.scaling;
@@ -169,8 +272,8 @@ impl Run<'_> {
     /// and fuses them; `h`, of these inputs, follows. `(heads, kv_heads, d)`: input `(h, i)` of `to` comes from row `(h / (heads / kv_heads), i)`.
     fn scale_by_rows(
         &mut self,
-        from: &'static str,
-        to: &'static str,
+        from: &str,
+        to: &str,
         (heads, kv_heads, d): (usize, usize, usize),
         work: &mut Work,
         layer: &mut Layer,
@@ -207,6 +310,14 @@ impl Run<'_> {
     }
 }
 
+/// A weight rounded to nearest, under `global` for a scheme that has a global scale.
+fn rounded(w: &[f32], n: usize, k: usize, args: QuantArgs, global: f32) -> Result<QuantizedMatrix, QuantError> {
+    match args.has_global_scale() {
+        true => QuantizedMatrix::quantize_under(w, n, k, args, Some(global)),
+        false => dsq_kernels::quantize::quantize(w, n, k, args),
+    }
+}
+
 /// The output error of the unscaled weight `original`, rounded to nearest (under `global`, for a scheme that has a global scale), where
 /// inputs (those of `h`) and outputs are the scaled ones.
 fn rounding_error(
@@ -217,18 +328,14 @@ fn rounding_error(
     global: f32,
 ) -> Result<f64, QuantError> {
     let (n, k) = (scales.rows.len(), scales.columns.len());
-    let rounded = match args.has_global_scale() {
-        true => QuantizedMatrix::quantize_under(original, n, k, args, Some(global))?,
-        false => dsq_kernels::quantize::quantize(original, n, k, args)?,
-    };
-    let rounded = rounded.dequantize();
-    let mut errors: Vec<f32> = original.iter().zip(rounded).map(|(w, v)| w - v).collect();
+    let values = rounded(original, n, k, args, global)?.dequantize();
+    let mut errors: Vec<f32> = original.iter().zip(values).map(|(w, v)| w - v).collect();
     scales.apply(&mut errors);
     Ok(h.output_errors(&errors).iter().sum())
 }
 
 /// The linears of a layer under AWQ: their weights as they came, and what has been done to them.
-struct Work(Vec<(&'static str, LinearWork)>);
+struct Work(Vec<(String, LinearWork)>);
 
 struct LinearWork {
     original: Vec<f32>,
@@ -261,11 +368,11 @@ impl LinearWork {
 
 impl Work {
     fn new(layer: &Layer) -> Self {
-        Self(layer.linears().map(|(name, l)| (name, LinearWork::new(l))).into())
+        Self(layer.linears().into_iter().map(|(name, l)| (name, LinearWork::new(l))).collect())
     }
 
     fn at(&self, part: &str) -> usize {
-        self.0.iter().position(|(name, _)| *name == part).unwrap_or(0)
+        self.0.iter().position(|(name, _)| name == part).unwrap_or(0)
     }
 
     fn of(&self, part: &str) -> &LinearWork {
@@ -284,8 +391,8 @@ impl Work {
 
     /// Puts the scaled weights of `parts` into the layer.
     fn put(&self, layer: &mut Layer, parts: &[&str]) {
-        for (part, linear) in layer.linears_mut().into_iter().filter(|(p, _)| parts.contains(p)) {
-            linear.set_values(self.of(part).scaled());
+        for (part, linear) in layer.linears_mut().into_iter().filter(|(p, _)| parts.contains(&p.as_str())) {
+            linear.set_values(self.of(&part).scaled());
         }
     }
 }

@@ -168,6 +168,9 @@ pub struct PtqOutcome {
     pub blocks: Vec<BlockFit>,
     /// Mean divergence from the float model (nats a token) in the first and the last tenth of the end-to-end steps.
     pub end_to_end: Option<[f64; 2]>,
+    /// Layers of experts that no calibration token was sent to: they are rounded to nearest. A stored grid of their inputs is that of
+    /// all tokens.
+    pub never_hit: Vec<String>,
 }
 
 impl PtqOutcome {
@@ -233,11 +236,18 @@ impl<'a> PtqSettings<'a> {
     }
 }
 
-/// Walks of the batches through a layer: one for the inputs of each of the four sets of linears, one to pass its attention
-/// and one to pass its feed-forward block.
-const WALKS: usize = 6;
-/// Walks more where o and down are measured for AWQ's scales and once again for their codes.
-const WALKS_AGAIN: usize = 2;
+/// Walks of the batches through layer `i`: one for the inputs of each set of linears, one to pass its attention and one to pass its
+/// feed-forward block; where scales are searched (`again`), one more for o and for each down, which are measured for their scales
+/// and once again for their codes.
+fn walks(model: &LlamaConfig, i: usize, again: bool) -> usize {
+    let again = usize::from(again);
+    let attention = match model.latent {
+        None => 2 + again,
+        Some(a) => 3 + usize::from(a.q_rank.is_some()),
+    };
+    let blocks = model.experts_of(i).map_or(1, |e| e.count + usize::from(e.shared > 0));
+    attention + blocks * (2 + again) + 2
+}
 
 /// Quantizes every linear layer of `checkpoint` that the scheme names. Runs on the current rayon pool; any number of
 /// threads gives the same bits, and so does a run that goes on from a journal.
@@ -304,7 +314,7 @@ fn device() -> Device {
 }
 
 /// The values of a tensor, row major.
-fn values(t: Tensor<3>) -> Vec<f32> {
+fn values<const D: usize>(t: Tensor<D>) -> Vec<f32> {
     t.into_data().try_into_vec::<f32>().expect("models are f32")
 }
 
@@ -335,7 +345,7 @@ struct Run<'a> {
     /// The layer at work as it came, where GPTAQ is choosing codes.
     float_layer: Option<Layer>,
     /// Where the training of the layer at work starts: what was rounded, by part.
-    starts: Vec<(&'static str, Vec<f32>)>,
+    starts: Vec<(String, Vec<f32>)>,
     /// Trained weights before they are rounded, by module, kept for the end-to-end steps.
     latents: Vec<(String, Vec<f32>)>,
     progress: PtqProgress,
@@ -354,8 +364,8 @@ impl<'a> Run<'a> {
         let stream = embedded(model, checkpoint.read_f32("model.embed_tokens.weight")?, calibration);
         let trains = settings.method.trains();
         let (tuned, steps) = if trains { (settings.tuning.walks(), settings.tuning.steps) } else { (0, 0) };
-        let again = if settings.scaling == Scaling::Awq && settings.method != PtqMethod::Rtn { WALKS_AGAIN } else { 0 };
-        let walks = model.num_hidden_layers * (WALKS + again + tuned)
+        let again = settings.scaling == Scaling::Awq && settings.method != PtqMethod::Rtn;
+        let walks = (0..model.num_hidden_layers).map(|i| walks(model, i, again) + tuned).sum::<usize>()
             + usize::from(settings.config.scheme_for("lm_head").is_some());
         let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
         let beside = trains || settings.method == PtqMethod::Gptaq;
@@ -391,7 +401,7 @@ impl<'a> Run<'a> {
     /// exported model will compute.
     fn quantize_inputs(&self, layer: &mut Layer) {
         for (part, linear) in layer.linears_mut() {
-            let module = self.module(part);
+            let module = self.module(&part);
             let fixed = self.outcome.inputs.iter().find(|(m, _)| *m == module).map(|(_, grid)| *grid);
             linear.set_inputs(fixed.or(InputGrid::dynamic(self.activations(&module))));
         }
@@ -514,10 +524,7 @@ impl<'a> Run<'a> {
 
     /// Moves the residual stream past the feed-forward block of a layer.
     fn pass_mlp(&mut self, layer: &Layer) {
-        self.pass(layer, |layer, x, _| {
-            let inner = layer.down_input(layer.gate_up_input(x.clone()));
-            layer.after_mlp(x, inner)
-        });
+        self.pass(layer, |layer, x, _| layer.after_feed_forward(x));
     }
 
     /// Quantizes the head, if it gets a grid. AWQ rounds it: a tied head's norm has no scales to take, and the head is

@@ -70,11 +70,11 @@ fn values(llama: &Llama, config: &LmTrainConfig) -> Vec<Vec<Vec<f32>>> {
             let attended = layer.o_input(h.clone(), &shape);
             x = layer.after_attention(x, attended.clone());
             let g = layer.gate_up_input(x.clone());
-            let inner = layer.down_input(g.clone());
+            let inner = layer.mlp.blocks()[0].inner(g.clone());
             for (site, t) in [&h, &attended, &g, &inner].into_iter().enumerate() {
                 out[4 * i + site].push(host(t));
             }
-            x = layer.after_mlp(x, inner);
+            x = layer.after_feed_forward(x);
         }
         // The norm's weight is 1 in a new model.
         let rows = host(&x);

@@ -1,0 +1,291 @@
+//! The attention of a layer on packed weights: grouped queries (biases of qwen2, norms of heads of qwen3), or latent attention
+//! (DeepSeek-V2, arXiv:2405.04434). Not the kernel over the cache (see `dsq_kernels::attention`), not feed-forward blocks.
+//!
+//! Of latent attention the cache holds keys and values of all heads, as of any other: a token's latent is expanded once, when it
+//! comes in. That is `heads * (qk + value)` numbers a position where the latent and its rotated key are `kv_rank + rope`.
+
+use crate::RuntimeError;
+use crate::cache::Scratch;
+use crate::llama::{Part, quantize_rows};
+use crate::rope::RopeTable;
+use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
+use dsq_kernels::attention::{LayerCache, attend};
+use dsq_kernels::elementwise::rms_norm;
+use dsq_kernels::{Linear, matmul_many};
+use dsq_quant::{InputGrid, KvGrid};
+
+/// The kinds of attention, with what all of them have.
+#[derive(Debug)]
+pub(crate) struct Attention {
+    kind: Kind,
+    o: Linear,
+    o_input: Option<InputGrid>,
+    /// The grids on which the cache holds keys and values; `None`: as f32.
+    pub(crate) kv: Option<KvGrid>,
+    /// Positions that a token sees; `None`: all before it.
+    pub(crate) window: Option<usize>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Grouped(Box<Grouped>),
+    Latent(Box<Latent>),
+}
+
+#[derive(Debug)]
+struct Grouped {
+    qkv: [Linear; 3],
+    input: Option<InputGrid>,
+    /// Biases of q, k and v.
+    bias: [Option<Vec<f32>>; 3],
+    /// Norms of query and key heads, `[head_dim]` each.
+    head_norms: Option<[Vec<f32>; 2]>,
+}
+
+#[derive(Debug)]
+struct Latent {
+    shape: Shape,
+    /// What reads the residual stream: q_proj or q_a_proj, and kv_a_proj_with_mqa.
+    first: [Linear; 2],
+    input: Option<InputGrid>,
+    /// The norm of the latent of queries, q_b_proj and how its input is quantized.
+    q_b: Option<(Vec<f32>, Linear, Option<InputGrid>)>,
+    kv_norm: Vec<f32>,
+    kv_b: Linear,
+    kv_b_input: Option<InputGrid>,
+}
+
+/// Widths of the rows of queries, keys and values, and of attention's output.
+pub(crate) fn widths(c: &LlamaConfig) -> [usize; 4] {
+    match &c.latent {
+        None => {
+            let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+            [q, kv, kv, q]
+        }
+        Some(a) => [a.qk(), a.qk(), a.value, a.value].map(|width| c.num_attention_heads * width),
+    }
+}
+
+/// The cache of a layer for `positions`.
+pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, positions: usize) -> LayerCache {
+    let cache = match &c.latent {
+        None => LayerCache::new(positions, c.num_key_value_heads, c.head_dim, layer.kv),
+        Some(a) => {
+            let scale = c.attention_scale() as f32;
+            LayerCache::sized(positions, c.num_attention_heads, [a.qk(), a.value], scale, layer.kv)
+        }
+    };
+    cache.windowed(layer.window)
+}
+
+impl Attention {
+    pub(crate) fn load(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Self, RuntimeError> {
+        let part = Part { model, layer: i };
+        let name = |part: &str| format!("self_attn.{part}");
+        let kind = match config.latent {
+            None => Kind::Grouped(Box::new(Grouped::load(&part, config)?)),
+            Some(shape) => Kind::Latent(Box::new(Latent::load(&part, shape)?)),
+        };
+        let (o, o_input) = (part.linear(&name("o_proj"))?, part.input(&[&name("o_proj")])?);
+        Ok(Self { kind, o, o_input, kv: model.kv_grid(i)?, window: config.window(i) })
+    }
+
+    /// What attention adds to the residual stream, in the place of its normed rows `scratch.normed [m, d]`; keys and values go into
+    /// the cache behind the `past` positions that it holds.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Numerics`] for a key or value that is not finite and has no code in the cache.
+    pub(crate) fn run(
+        &self,
+        c: &LlamaConfig,
+        layer: usize,
+        past: usize,
+        cache: &mut LayerCache,
+        rope: &RopeTable,
+        scratch: &mut Scratch,
+    ) -> Result<(), RuntimeError> {
+        let Scratch { normed, q, k, v, mixed, .. } = scratch;
+        let m = normed.len() / c.hidden_size;
+        match &self.kind {
+            Kind::Grouped(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]], mixed),
+            Kind::Latent(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]]),
+        }
+        let [_, k_width, v_width, o_width] = widths(c);
+        for t in 0..m {
+            let (k, v) = (&k[t * k_width..][..k_width], &v[t * v_width..][..v_width]);
+            if self.kv.is_some() {
+                expect_finite(layer, past + t, k, v)?;
+            }
+            cache.put(past + t, k, v);
+        }
+        attend(cache, q, c.num_attention_heads, past, mixed);
+        quantize_rows(mixed, o_width, &self.o_input);
+        self.o.matmul(mixed, m, normed);
+        Ok(())
+    }
+
+    /// The linear layers in the order of the model, and how their inputs are quantized.
+    pub(crate) fn linears(&self) -> Vec<(&Linear, &Option<InputGrid>)> {
+        let mut out = match &self.kind {
+            Kind::Grouped(a) => a.qkv.iter().map(|l| (l, &a.input)).collect(),
+            Kind::Latent(a) => {
+                let [q, kv] = &a.first;
+                let mut out = vec![(q, &a.input)];
+                out.extend(a.q_b.iter().map(|(_, l, input)| (l, input)));
+                out.extend([(kv, &a.input), (&a.kv_b, &a.kv_b_input)]);
+                out
+            }
+        };
+        out.push((&self.o, &self.o_input));
+        out
+    }
+
+    /// Values of norms and biases.
+    pub(crate) fn floats(&self) -> usize {
+        match &self.kind {
+            Kind::Grouped(a) => {
+                let biases: usize = a.bias.iter().flatten().map(Vec::len).sum();
+                biases + a.head_norms.iter().flatten().map(Vec::len).sum::<usize>()
+            }
+            Kind::Latent(a) => a.kv_norm.len() + a.q_b.as_ref().map_or(0, |(norm, ..)| norm.len()),
+        }
+    }
+}
+
+impl Grouped {
+    fn load(part: &Part, config: &LlamaConfig) -> Result<Self, RuntimeError> {
+        let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+        let bias = |name: &str| -> Result<Option<Vec<f32>>, RuntimeError> {
+            let wanted = config.has_bias(&part.name(name));
+            if wanted { part.floats(&format!("{name}.bias")).map(Some) } else { Ok(None) }
+        };
+        let head_norm = |norm: &str| part.floats(&format!("self_attn.{norm}.weight"));
+        let head_norms =
+            if config.has_head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None };
+        Ok(Self {
+            qkv: [part.linear(names[0])?, part.linear(names[1])?, part.linear(names[2])?],
+            input: part.input(&names)?,
+            bias: [bias(names[0])?, bias(names[1])?, bias(names[2])?],
+            head_norms,
+        })
+    }
+
+    /// Rotated queries and keys, and values; `room` is as wide as the queries.
+    #[allow(clippy::too_many_arguments)]
+    fn heads(
+        &self,
+        c: &LlamaConfig,
+        past: usize,
+        rope: &RopeTable,
+        x: &mut [f32],
+        m: usize,
+        [q, k, v]: [&mut [f32]; 3],
+        room: &mut [f32],
+    ) {
+        quantize_rows(x, c.hidden_size, &self.input);
+        let [wq, wk, wv] = &self.qkv;
+        matmul_many(&[wq, wk, wv], x, m, &mut [q, k, v]);
+        for (bias, out) in self.bias.iter().zip([&mut *q, &mut *k, &mut *v]) {
+            if let Some(bias) = bias {
+                out.chunks_exact_mut(bias.len()).for_each(|row| crate::llama::add(row, bias));
+            }
+        }
+        if let Some(norms) = &self.head_norms {
+            for (norm, heads) in norms.iter().zip([&mut *q, &mut *k]) {
+                let out = &mut room[..heads.len()];
+                rms_norm(heads, norm, c.rms_norm_eps, out);
+                heads.copy_from_slice(out);
+            }
+        }
+        let (q_width, k_width) = (q.len() / m, k.len() / m);
+        for t in 0..m {
+            rope.rotate(&mut q[t * q_width..][..q_width], past + t);
+            rope.rotate(&mut k[t * k_width..][..k_width], past + t);
+        }
+    }
+}
+
+impl Latent {
+    fn load(part: &Part, shape: Shape) -> Result<Self, RuntimeError> {
+        let name = |part: &str| format!("self_attn.{part}");
+        let (q, kv) = (name(if shape.q_rank.is_some() { "q_a_proj" } else { "q_proj" }), name("kv_a_proj_with_mqa"));
+        let q_b = match shape.q_rank {
+            None => None,
+            Some(_) => {
+                let (norm, b) = (part.floats(&name("q_a_layernorm.weight"))?, name("q_b_proj"));
+                Some((norm, part.linear(&b)?, part.input(&[&b])?))
+            }
+        };
+        let kv_b = name("kv_b_proj");
+        Ok(Self {
+            shape,
+            first: [part.linear(&q)?, part.linear(&kv)?],
+            input: part.input(&[&q, &kv])?,
+            q_b,
+            kv_norm: part.floats(&name("kv_a_layernorm.weight"))?,
+            kv_b: part.linear(&kv_b)?,
+            kv_b_input: part.input(&[&kv_b])?,
+        })
+    }
+
+    /// Queries and keys whose last parts are rotated, and values, of all heads.
+    fn heads(
+        &self,
+        c: &LlamaConfig,
+        past: usize,
+        rope: &RopeTable,
+        x: &mut [f32],
+        m: usize,
+        [q, k, v]: [&mut [f32]; 3],
+    ) {
+        let Shape { kv_rank, nope, value, interleaved, .. } = self.shape;
+        let [first_q, first_kv] = &self.first;
+        quantize_rows(x, c.hidden_size, &self.input);
+        let mut kv = vec![0.0f32; m * first_kv.n()];
+        match &self.q_b {
+            None => matmul_many(&[first_q, first_kv], x, m, &mut [q, &mut kv]),
+            Some((norm, b, input)) => {
+                let mut latent = vec![0.0f32; m * norm.len()];
+                matmul_many(&[first_q, first_kv], x, m, &mut [&mut latent, &mut kv]);
+                let mut normed = vec![0.0f32; latent.len()];
+                rms_norm(&latent, norm, LATENT_NORM_EPS, &mut normed);
+                quantize_rows(&mut normed, norm.len(), input);
+                b.matmul(&normed, m, q);
+            }
+        }
+        let latent: Vec<f32> = kv.chunks_exact(first_kv.n()).flat_map(|row| &row[..kv_rank]).copied().collect();
+        let mut normed = vec![0.0f32; latent.len()];
+        rms_norm(&latent, &self.kv_norm, LATENT_NORM_EPS, &mut normed);
+        quantize_rows(&mut normed, kv_rank, &self.kv_b_input);
+        let mut expanded = vec![0.0f32; m * self.kv_b.n()];
+        self.kv_b.matmul(&normed, m, &mut expanded);
+        let (qk, heads) = (self.shape.qk(), c.num_attention_heads);
+        for (t, row) in kv.chunks_exact_mut(first_kv.n()).enumerate() {
+            let turned = &mut row[kv_rank..];
+            rope.rotate_as(turned, past + t, interleaved);
+            let expanded = expanded[t * self.kv_b.n()..].chunks_exact(nope + value);
+            let q = q[t * heads * qk..][..heads * qk].chunks_exact_mut(qk);
+            let k = k[t * heads * qk..][..heads * qk].chunks_exact_mut(qk);
+            let v = v[t * heads * value..][..heads * value].chunks_exact_mut(value);
+            for (((q, k), v), from) in q.zip(k).zip(v).zip(expanded) {
+                rope.rotate_as(&mut q[nope..], past + t, interleaved);
+                k[..nope].copy_from_slice(&from[..nope]);
+                k[nope..].copy_from_slice(turned);
+                v.copy_from_slice(&from[nope..]);
+            }
+        }
+    }
+}
+
+/// Refuses what a cache of codes could only store as another number. (In a float cache it makes the logits NaN.)
+fn expect_finite(layer: usize, position: usize, k: &[f32], v: &[f32]) -> Result<(), RuntimeError> {
+    match k.iter().chain(v).find(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(&value) => Err(RuntimeError::Numerics {
+            what: format!(
+                "model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"
+            ),
+            value,
+        }),
+    }
+}

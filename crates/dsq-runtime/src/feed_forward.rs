@@ -1,0 +1,164 @@
+//! Feed-forward blocks on packed weights: one that every token runs, or experts of which a token runs a few, chosen by a router
+//! (`dsq_checkpoint::Routing`). Only the chosen experts are computed. Not attention (see `attention.rs`).
+//!
+//! A token's result does not depend on the tokens beside it: rows of a product are independent, and the experts of a token are
+//! added in increasing order, whatever tokens they share a product with.
+
+use crate::RuntimeError;
+use crate::llama::{Part, add, linear, quantize_rows};
+use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
+use dsq_kernels::elementwise::silu_mul;
+use dsq_kernels::{Linear, matmul_many};
+use dsq_quant::InputGrid;
+
+/// What follows attention in a layer.
+#[derive(Debug)]
+pub(crate) enum FeedForward {
+    Dense(Box<Block>),
+    Experts(Box<Experts>),
+}
+
+/// `down(silu(gate(x)) * up(x))`.
+#[derive(Debug)]
+pub(crate) struct Block {
+    gate_up: [Linear; 2],
+    down: Linear,
+    /// How the input of gate and up, and that of down, are quantized.
+    inputs: [Option<InputGrid>; 2],
+}
+
+/// Experts with their router.
+#[derive(Debug)]
+pub(crate) struct Experts {
+    router: Linear,
+    /// Moves the choice of experts, where scores are sigmoids.
+    bias: Option<Vec<f32>>,
+    routing: Routing,
+    experts: Vec<Block>,
+    shared: Option<Block>,
+}
+
+/// Room for gate, up and their product, as many values as the widest block needs for the tokens at hand.
+pub(crate) struct Room<'a> {
+    pub gate: &'a mut [f32],
+    pub up: &'a mut [f32],
+    pub ffn: &'a mut [f32],
+}
+
+impl Block {
+    fn load(part: &Part, names: [String; 3]) -> Result<Self, RuntimeError> {
+        let [gate, up, down] = names;
+        let inputs = [part.input(&[&gate, &up])?, part.input(&[&down])?];
+        Ok(Self { gate_up: [part.linear(&gate)?, part.linear(&up)?], down: part.linear(&down)?, inputs })
+    }
+
+    /// The outputs `out [m, d]` for `x [m, d]`, which is put on its grid in place.
+    fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+        let [gate_up, down] = &self.inputs;
+        let [wg, wu] = &self.gate_up;
+        let width = m * wg.n();
+        let (gate, up, ffn) = (&mut room.gate[..width], &mut room.up[..width], &mut room.ffn[..width]);
+        quantize_rows(x, wg.k(), gate_up);
+        matmul_many(&[wg, wu], x, m, &mut [gate, up]);
+        silu_mul(gate, up, ffn);
+        quantize_rows(ffn, wg.n(), down);
+        self.down.matmul(ffn, m, out);
+    }
+
+    fn linears(&self) -> [(&Linear, &Option<InputGrid>); 3] {
+        let [gate_up, down] = &self.inputs;
+        [(&self.gate_up[0], gate_up), (&self.gate_up[1], gate_up), (&self.down, down)]
+    }
+
+    fn bytes(&self) -> usize {
+        self.linears().iter().map(|(l, _)| l.bytes()).sum()
+    }
+}
+
+impl FeedForward {
+    pub(crate) fn load(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Self, RuntimeError> {
+        let part = Part { model, layer: i };
+        let Some(shape) = config.experts_of(i) else {
+            return Ok(Self::Dense(Box::new(Block::load(&part, LlamaConfig::dense_names(false))?)));
+        };
+        let experts = (0..shape.count).map(|e| Block::load(&part, config.expert_names(e)));
+        let experts = experts.collect::<Result<Vec<_>, RuntimeError>>()?;
+        let shared = match shape.shared {
+            0 => None,
+            _ => Some(Block::load(&part, LlamaConfig::dense_names(true))?),
+        };
+        let mut tensors = config.router_tensors(i).into_iter().map(|(name, _)| format!("model.layers.{i}.{name}"));
+        let gate = tensors.next().unwrap_or_default();
+        let router = linear(model, gate.strip_suffix(".weight").unwrap_or(&gate))?;
+        let bias = tensors.next().map(|name| model.read_f32(&name)).transpose()?;
+        Ok(Self::Experts(Box::new(Experts { router, bias, routing: shape.routing, experts, shared })))
+    }
+
+    /// The outputs `out [m, d]` for the normed `x [m, d]`, which is spent.
+    pub(crate) fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+        match self {
+            Self::Dense(block) => block.run(x, m, room, out),
+            Self::Experts(experts) => experts.run(x, m, room, out),
+        }
+    }
+
+    /// The linear layers in the order of the model, and how their inputs are quantized.
+    pub(crate) fn linears(&self) -> Vec<(&Linear, &Option<InputGrid>)> {
+        match self {
+            Self::Dense(block) => block.linears().into(),
+            Self::Experts(e) => e.experts.iter().chain(&e.shared).flat_map(Block::linears).collect(),
+        }
+    }
+
+    /// Bytes of the router.
+    pub(crate) fn router_bytes(&self) -> usize {
+        match self {
+            Self::Dense(_) => 0,
+            Self::Experts(e) => e.router.bytes() + e.bias.as_ref().map_or(0, |b| size_of_val(b.as_slice())),
+        }
+    }
+
+    /// Bytes of the experts that a token does not run (on average: they are of one size).
+    pub(crate) fn idle_bytes(&self) -> usize {
+        match self {
+            Self::Dense(_) => 0,
+            Self::Experts(e) => {
+                let all: usize = e.experts.iter().map(Block::bytes).sum();
+                all / e.experts.len().max(1) * (e.experts.len() - e.routing.per_token)
+            }
+        }
+    }
+}
+
+impl Experts {
+    fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+        let (d, count) = (self.router.k(), self.experts.len());
+        let mut logits = vec![0.0f32; m * count];
+        self.router.matmul(x, m, &mut logits);
+        let mut tokens = vec![Vec::new(); count];
+        for (t, logits) in logits.chunks_exact(count).enumerate() {
+            for (e, weight) in self.routing.choose(logits, self.bias.as_deref()) {
+                tokens[e].push((t, weight));
+            }
+        }
+        out.fill(0.0);
+        let most = tokens.iter().map(Vec::len).max().unwrap_or(0);
+        let (mut rows, mut outs) = (vec![0.0f32; most * d], vec![0.0f32; most * d]);
+        for (block, tokens) in self.experts.iter().zip(&tokens).filter(|(_, tokens)| !tokens.is_empty()) {
+            let len = tokens.len() * d;
+            let (rows, outs) = (&mut rows[..len], &mut outs[..len]);
+            for ((t, _), row) in tokens.iter().zip(rows.chunks_exact_mut(d)) {
+                row.copy_from_slice(&x[t * d..][..d]);
+            }
+            block.run(rows, tokens.len(), room, outs);
+            for ((t, weight), y) in tokens.iter().zip(outs.chunks_exact(d)) {
+                out[t * d..][..d].iter_mut().zip(y).for_each(|(o, y)| *o += weight * y);
+            }
+        }
+        if let Some(shared) = &self.shared {
+            let mut outs = vec![0.0f32; m * d];
+            shared.run(x, m, room, &mut outs);
+            add(out, &outs);
+        }
+    }
+}
