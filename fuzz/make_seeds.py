@@ -1,4 +1,4 @@
-"""Small files for the fuzz targets to start from, into corpus/. Usage: python make_corpus.py DSQ [EFFICIENTNET.pth]
+"""Small files for the fuzz targets to start from, into seeds/ (committed). Usage: python make_corpus.py DSQ [EFFICIENTNET.pth]
 
 DSQ is the built binary. Needs numpy, torch and tokenizers (any recent versions: only the forms of the files matter).
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-HERE = pathlib.Path(__file__).resolve().parent / "corpus"
+HERE = pathlib.Path(__file__).resolve().parent / "seeds"
 DSQ = str(pathlib.Path(sys.argv[1]).resolve())
 
 
