@@ -3,7 +3,7 @@
 
 Rounds alternate: llama.cpp's ggml_quantize_chunk (f16 to f32 by ggml_fp16_to_fp32_row, then blocks, 65,536 values at a time, taken from
 one counter by two threads), then dsq's example gguf_speed. The last round of each is compared: bytes, and root mean square errors in f64
-of what PyPI gguf decodes. Build the example first: cargo build --release --workspace --examples.
+of what PyPI gguf decodes. Rates are by the clock and, `_cpu`, by CPU time of both threads together. Build the example first: cargo build --release --workspace --examples.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def values(seed, n):
 
 
 def peer(lib, x, kind, out, seconds):
-    """MB of f16 a second; the blocks are left in `out`."""
+    """MB of f16 for a second of the clock, and of CPU time; the blocks are left in `out`."""
     length, size = gguf.GGML_QUANT_SIZES[kind]
 
     def work(counter):
@@ -62,7 +62,7 @@ def peer(lib, x, kind, out, seconds):
             lib.ggml_fp16_to_fp32_row(x.ctypes.data + 2 * a, wide.ctypes.data, CHUNK)
             lib.ggml_quantize_chunk(kind, wide.ctypes.data, out.ctypes.data + a // length * size, 0, 1, CHUNK, None)
 
-    start, runs = time.perf_counter(), 0
+    start, cpu, runs = time.perf_counter(), time.process_time(), 0
     while runs == 0 or time.perf_counter() - start < seconds:
         runs += 1
         counter = itertools.count()
@@ -71,7 +71,8 @@ def peer(lib, x, kind, out, seconds):
             t.start()
         for t in threads:
             t.join()
-    return runs * x.nbytes / 1e6 / (time.perf_counter() - start)
+    megabytes = runs * x.nbytes / 1e6
+    return megabytes / (time.perf_counter() - start), megabytes / (time.process_time() - cpu)
 
 
 def rms(blocks, kind, x):
@@ -100,26 +101,34 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
             loads.append(round(os.getloadavg()[0], 1))
-            theirs = {name: peer(lib, x, kind, blocks[name], args.seconds) for name, kind in TYPES}
-            theirs["Q4_K_M"] = 1 / (0.834 / theirs["Q4_K"] + 0.166 / theirs["Q6_K"])
+            theirs = {}
+            for name, kind in TYPES:
+                theirs[name], theirs[f"{name} cpu"] = peer(lib, x, kind, blocks[name], args.seconds)
+            for of in ["", " cpu"]:
+                theirs[f"Q4_K_M{of}"] = 1 / (0.834 / theirs[f"Q4_K{of}"] + 0.166 / theirs[f"Q6_K{of}"])
             command = [args.example, str(args.millions), str(args.seed), str(args.seconds), folder]
             ours = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             rounds.append((theirs, ours))
         result = {"llama_cpp_python": llama_cpp.__version__, "gguf": importlib.metadata.version("gguf"), "values": len(x), "seed": args.seed, "load_average": loads}
         for name in ["Q4_0", "Q4_K", "Q6_K", "Q4_K_M"]:
-            theirs, ours = [r[0][name] for r in rounds], [r[1][name] for r in rounds]
-            ratios = [o / t for t, o in zip(theirs, ours)]
-            result[name] = {
-                "llama_cpp": [round(v, 1) for v in theirs], "dsq": [round(v, 1) for v in ours],
-                "ratio_of_medians": round(statistics.median(ours) / statistics.median(theirs), 2),
-                "ratio_least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
-            }
+            result[name] = {}
+            for of, suffix in [("", ""), (" cpu", "_cpu")]:
+                theirs, ours = [r[0][name + of] for r in rounds], [r[1][name + of] for r in rounds]
+                if None in ours:
+                    continue
+                ratios = [o / t for t, o in zip(theirs, ours)]
+                result[name] |= {
+                    f"llama_cpp{suffix}": [round(v, 1) for v in theirs], f"dsq{suffix}": [round(v, 1) for v in ours],
+                    f"ratio_of_medians{suffix}": round(statistics.median(ours) / statistics.median(theirs), 2),
+                    f"ratio_least_and_most{suffix}": [round(min(ratios), 2), round(max(ratios), 2)],
+                }
         for name, kind in TYPES:
             mine = np.fromfile(pathlib.Path(folder) / name, dtype=np.uint8)
             result[name]["reference"] = [round(r[1][f"{name} reference"], 1) for r in rounds]
             result[name]["bytes_that_differ"] = int(np.count_nonzero(mine != blocks[name]))
             result[name]["rms_error"] = {"llama_cpp": rms(blocks[name], kind, x), "dsq": rms(mine, kind, x)}
-    print(json.dumps(result, indent=1))
+    for key, value in result.items():
+        print(f"{key}: {json.dumps(value)}")
 
 
 if __name__ == "__main__":

@@ -14,25 +14,24 @@ const L: usize = 8;
 
 /// Whole blocks to bytes: `x.len()` is a multiple of the block, `bytes` as long as the blocks are. `None` where the reference refuses
 /// something; `bytes` is then of no use.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,f16c")]
 pub(super) fn encode(grid: GgufGrid, x: &[f32], bytes: &mut [u8]) -> Option<()> {
-    let blocks = x.chunks_exact(grid.block_len()).zip(bytes.chunks_exact_mut(grid.block_bytes()));
     if !finite(x) {
         return None;
     }
     match grid {
         GgufGrid::Q4_0 => {
-            for (x, bytes) in blocks {
+            for (x, bytes) in x.as_chunks().0.iter().zip(bytes.as_chunks_mut().0) {
                 encode_q4_0(x, bytes)?;
             }
         }
         GgufGrid::Q4K => {
-            for (x, bytes) in blocks {
+            for (x, bytes) in x.as_chunks().0.iter().zip(bytes.as_chunks_mut().0) {
                 encode_q4_k(x, bytes)?;
             }
         }
         GgufGrid::Q6K => {
-            for (x, bytes) in blocks {
+            for (x, bytes) in x.as_chunks().0.iter().zip(bytes.as_chunks_mut().0) {
                 encode_q6_k(x, bytes)?;
             }
         }
@@ -129,10 +128,10 @@ fn one_after_the_other<const LEN: usize>(codes: &[__m256i; LEN], out: &mut [u8])
     }
 }
 
-/// 32 finite values, 18 bytes.
+/// Finite values.
 #[inline]
-#[target_feature(enable = "avx2")]
-fn encode_q4_0(x: &[f32], bytes: &mut [u8]) -> Option<()> {
+#[target_feature(enable = "avx2,f16c")]
+fn encode_q4_0(x: &[f32; 32], bytes: &mut [u8; 18]) -> Option<()> {
     let v = [load(x, 0), load(x, L), load(x, 2 * L), load(x, 3 * L)];
     let m = [magnitude(v[0]), magnitude(v[1]), magnitude(v[2]), magnitude(v[3])];
     let eight = _mm256_max_ps(_mm256_max_ps(m[0], m[1]), _mm256_max_ps(m[2], m[3]));
@@ -147,7 +146,8 @@ fn encode_q4_0(x: &[f32], bytes: &mut [u8]) -> Option<()> {
     let first = x[places.trailing_zeros() as usize % 32];
     let widest = if first == 0.0 { 0.0 } else { first };
     let d = widest / -8.0;
-    let half = f16::from_f32(d);
+    let half = _mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(d));
+    let half = f16::from_bits(_mm_cvtsi128_si32(half) as u16);
     if !half.is_finite() {
         return None;
     }
@@ -173,9 +173,9 @@ fn encode_q4_0(x: &[f32], bytes: &mut [u8]) -> Option<()> {
 /// Values of a sub-block of Q4_K.
 const SUB: usize = 32;
 
-/// 256 finite values, 144 bytes.
+/// Finite values.
 #[target_feature(enable = "avx2")]
-fn encode_q4_k(x: &[f32], bytes: &mut [u8]) -> Option<()> {
+fn encode_q4_k(x: &[f32; 256], bytes: &mut [u8; 144]) -> Option<()> {
     let v = side_by_side::<SUB>(x);
     let fit = fit_q4_k(&v);
     let mins = to_array(_mm256_xor_ps(fit.min, _mm256_set1_ps(-0.0)));
@@ -284,9 +284,9 @@ fn error_q4_k(v: &[__m256; SUB], w: &[__m256; SUB], codes: &[__m256; SUB], scale
 /// Values of a run of Q6_K.
 const RUN: usize = 16;
 
-/// 256 finite values, 210 bytes.
+/// Finite values.
 #[target_feature(enable = "avx2")]
-fn encode_q6_k(x: &[f32], bytes: &mut [u8]) -> Option<()> {
+fn encode_q6_k(x: &[f32; 256], bytes: &mut [u8; 210]) -> Option<()> {
     let halves = [side_by_side::<RUN>(&x[..128]), side_by_side::<RUN>(&x[128..])];
     let fits = [fit_q6_k(&halves[0]), fit_q6_k(&halves[1])];
     let mut scales = [0.0f32; 2 * L];
