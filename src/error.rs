@@ -37,14 +37,20 @@ impl CliError {
     pub fn print(&self, json: bool) {
         if json {
             let object = serde_json::json!({"error": {"code": self.code, "message": self.message, "hint": self.hint}});
-            eprintln!("{object}");
+            complain(&object.to_string());
             return;
         }
-        eprintln!("error: {}", escape(&self.message));
+        complain(&format!("error: {}", escape(&self.message)));
         if let Some(hint) = &self.hint {
-            eprintln!("hint: {}", escape(hint));
+            complain(&format!("hint: {}", escape(hint)));
         }
     }
+}
+
+/// Writes a line to stderr. Where that cannot be written either, the exit code has to do.
+pub fn complain(line: &str) {
+    use std::io::Write;
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 /// Escapes control characters except newlines (recipe errors show a caret under the line).

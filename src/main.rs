@@ -136,8 +136,8 @@ fn main() -> ExitCode {
         }
         Err(_) => {
             let words = LAST_PANIC.lock().map(|s| s.replace('\n', " ")).unwrap_or_default();
-            eprintln!("error: internal bug: {words}");
-            eprintln!("hint: please report this with the command that caused it");
+            error::complain(&format!("error: internal bug: {words}"));
+            error::complain("hint: please report this with the command that caused it");
             ExitCode::from(70)
         }
     }

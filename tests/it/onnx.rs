@@ -69,8 +69,32 @@ fn what_the_graph_does_not_hold_is_told() {
 }
 
 #[test]
+fn a_plan_writes_nothing_and_bounds_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (golden("llama_tiny"), dir.path().join("m.onnx"));
+    let args = ["export", text(&model), "--out", text(&out), "--format", "onnx"];
+    let plan = json(&[&args[..], &["--plan", "--json"]].concat());
+    assert!(!out.exists());
+    works(&args);
+    let bytes = std::fs::metadata(&out).unwrap().len();
+    let planned = plan["plan"]["disk_bytes"].as_u64().unwrap();
+    assert!(planned >= bytes && planned < 2 * bytes, "{plan} {bytes}");
+    fails(&[&args[..], &["--overwrite", "--max-shard-size", "5GB"]].concat(), 2, &["--max-shard-size", "one file"]);
+}
+
+#[test]
 fn what_does_not_fit_is_refused_before_any_work() {
     let dir = tempfile::tempdir().unwrap();
+    for model in ["mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        let (folder, out) = (golden(model), dir.path().join("experts.onnx"));
+        let args = ["export", text(&folder), "--out", text(&out), "--format", "onnx"];
+        fails(
+            &args,
+            2,
+            &["--format", "experts or latent attention", model.trim_end_matches("_tiny").trim_end_matches("_lite")],
+        );
+        assert!(!out.exists());
+    }
     let at = |name: &str| dir.path().join(name);
     let (model, q, out) = (golden("llama_tiny"), at("q"), at("m.onnx"));
     let export = |model: &Path, more: &[&'static str], words: &[&str]| {

@@ -128,18 +128,23 @@ fn name(ckpt: &Checkpoint) -> Option<Fault> {
     let name = ckpt.path().file_name()?.to_string_lossy().to_lowercase();
     let promised = promised_bits(&name);
     let linears = ckpt.config().linears();
-    let found: BTreeSet<usize> = linears
+    let stored: BTreeSet<usize> = linears
         .iter()
         .filter_map(|l| match ckpt.gguf() {
             Some(_) => gguf_bits(&ckpt.info(&format!("{}.weight", l.module))?.dtype),
             None => ckpt.quantization()?.group_for(&l.module, "Linear").map(|g| g.weights.qtype.bits()),
         })
         .collect();
+    // The name may speak of inputs or of the KV cache.
+    let groups = linears.iter().filter_map(|l| ckpt.quantization()?.group_for(&l.module, "Linear"));
+    let others = groups.filter_map(|g| Some(g.activations?.qtype.bits()));
+    let mut found: BTreeSet<usize> = others.chain(ckpt.kv_cache().map(|kv| kv.qtype.bits())).collect();
+    found.extend(&stored);
     if promised.is_empty() || !promised.is_disjoint(&found) {
         return None;
     }
     let bits = |set: &BTreeSet<usize>| set.iter().map(|b| format!("{b} bits")).collect::<Vec<_>>().join(", ");
-    let got = if found.is_empty() { "float weights".to_owned() } else { bits(&found) };
+    let got = if stored.is_empty() { "float weights".to_owned() } else { bits(&stored) };
     let problem = format!("the name promises other weights than there are; expected {}, got {got}", bits(&promised));
     Some(Fault::new(Severity::Warning, ckpt.path(), "", problem))
 }

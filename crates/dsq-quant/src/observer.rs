@@ -1,5 +1,9 @@
 //! Observers: running minimum and maximum of an activation tensor. Not tied to a tensor library: they take slices
 //! or the minimum and maximum that a kernel already computed.
+//!
+//! Several workers that each see a part of a batch hold the ranges of one that sees all of it when they reduce the part's minimum
+//! and maximum over the workers before [`Observer::observe`]: both are exact in any order, a mean of ranges is neither. Histograms of
+//! percentiles merge ([`crate::Percentile::merge`]).
 
 use crate::{QParams, QuantArgs, QuantError};
 use serde::{Deserialize, Serialize};
@@ -100,5 +104,28 @@ mod tests {
         assert_eq!(a.range(), Some((-3.0, 2.0)));
         assert_eq!(b.range(), Some((-2.0, 1.375)));
         assert_eq!(a.qparams(&args).unwrap().scale, 3.0 / 7.5);
+    }
+
+    #[test]
+    fn parts_of_a_batch_reduced_before_are_the_whole_batch() {
+        let batch = |seed: u32| (0..96).map(move |i| ((i * 37 + seed * 101) as f32 * 0.61).sin() * (seed + 1) as f32);
+        let range = |x: &[f32]| x.iter().fold((f32::MAX, f32::MIN), |(lo, hi), &v| (lo.min(v), hi.max(v)));
+        let (mut one, mut average) = (MinMax::default(), MovingAverage::new(0.1));
+        let mut workers = vec![(MinMax::default(), MovingAverage::new(0.1)); 3];
+        for seed in 0..5 {
+            let x: Vec<f32> = batch(seed).collect();
+            let (lo, hi) = range(&x);
+            one.observe(lo, hi);
+            average.observe(lo, hi);
+            let parts: Vec<(f32, f32)> = x.chunks(32).map(range).collect();
+            let (lo, hi) = parts.iter().fold((f32::MAX, f32::MIN), |(lo, hi), p| (lo.min(p.0), hi.max(p.1)));
+            for (a, b) in &mut workers {
+                a.observe(lo, hi);
+                b.observe(lo, hi);
+            }
+        }
+        for (a, b) in workers {
+            assert_eq!((a, b), (one, average));
+        }
     }
 }

@@ -69,6 +69,13 @@ impl<'a> OnnxExport<'a> {
         let source = Source { ckpt: source, dtype: options.dtype };
         let mut metadata = vec![("dsq.model_type", String::new())];
         let graph = match source.ckpt.config() {
+            ModelConfig::Llama(c) if c.experts.is_some() || c.latent.is_some() => {
+                let problem = format!(
+                    "graphs with experts or latent attention are not written; expected llama, qwen2, qwen3 or mistral, got {}",
+                    c.model_type
+                );
+                return Err(CheckpointError::usage(source.ckpt.path(), "--format", problem));
+            }
             ModelConfig::Llama(c) => {
                 metadata[0].1.clone_from(&c.model_type);
                 metadata.push(("dsq.max_position_embeddings", c.max_position_embeddings.to_string()));
@@ -199,12 +206,14 @@ impl<'a> OnnxExport<'a> {
     /// Bytes of memory that writing takes at most: the largest layer in codes and floats, and of a single file the model, its
     /// bytes, and what is read back.
     pub fn working_bytes(&self) -> u64 {
-        let (total, largest) = self.graph.units.iter().fold((0, 0), |(total, largest), unit| {
+        let (mut total, mut largest) = (0, 0);
+        for unit in &self.graph.units {
             let bytes = unit.tensors.iter().map(|t| t.bytes()).sum::<u64>();
-            (total + bytes, largest.max(bytes))
-        });
-        // A code of four bits is half a byte here, and a code and up to two floats on the way.
-        18 * largest + if total > self.options.single_file_limit { 0 } else { 4 * total }
+            // Floats are read, rounded and stored. A code of four bits is half a byte, and a byte and up to two floats on the way.
+            let times = if matches!(unit.make, Make::Float { .. }) { 3 } else { 18 };
+            (total, largest) = (total + bytes, largest.max(times * bytes));
+        }
+        largest + if total > self.options.single_file_limit { 0 } else { 4 * total }
     }
 
     fn model(&self, initializer: Vec<TensorProto>) -> ModelProto {
