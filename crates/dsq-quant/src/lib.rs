@@ -13,7 +13,7 @@ mod args;
 mod config;
 mod error;
 mod float;
-mod gguf;
+pub mod gguf;
 mod kv_cache;
 mod learned;
 mod matrix;

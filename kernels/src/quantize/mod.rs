@@ -13,10 +13,12 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 mod gguf;
 mod scalar;
 
-pub use gguf::{fake_quantize_blocks, quantize_blocks};
+pub use gguf::{encode_blocks, fake_quantize_blocks, quantize_blocks};
 
 use crate::fake_quant::{TASK, empty, join, range, squared_error};
 use dsq_quant::{Granularity, Mapping, QParams, QuantArgs, QuantError, QuantType, QuantizedMatrix};

@@ -9,8 +9,8 @@
 
 mod decode;
 mod encode;
-mod q4_k;
-mod q6_k;
+pub mod q4_k;
+pub mod q6_k;
 mod transcode;
 
 use crate::{FloatType, QuantError};

@@ -5,7 +5,6 @@
 //! least squares; the 8 scales and the 8 minima are then stored as 6-bit multiples of two f16 numbers, and the codes are
 //! chosen again against what was stored. Every sum runs from the first value to the last in f32.
 
-use super::decode::scale_min;
 use super::{SUPER_BLOCK, f16_at, nearest, put_f16};
 
 /// Values of a sub-block, and sub-blocks of a super-block.
@@ -24,41 +23,64 @@ pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(
     for (j, (x, codes)) in x.chunks_exact(LEN).zip(codes.chunks_exact_mut(LEN)).enumerate() {
         (scales[j], mins[j]) = fit(x, codes);
     }
-    let largest = |v: &[f32; SUBS]| v.iter().fold(0.0f32, |a, &b| if b > a { b } else { a });
-    let (max_scale, max_min) = (largest(&scales), largest(&mins));
-    put_f16(bytes, 0, max_scale / TOP_SCALE)?;
-    put_f16(bytes, 2, max_min / TOP_SCALE)?;
-    let inverse = |max: f32| if max > 0.0 { TOP_SCALE / max } else { 0.0 };
-    let (inverse_scale, inverse_min) = (inverse(max_scale), inverse(max_min));
-    for j in 0..SUBS {
-        // A fitted scale below zero wraps around to a large byte, as in the original.
-        let six = |v: f32| (nearest(v) as u8).min(63);
-        put_scale_min(&mut bytes[4..16], j, six(inverse_scale * scales[j]), six(inverse_min * mins[j]));
-    }
-    let (d, dmin) = (f16_at(bytes, 0), f16_at(bytes, 2));
+    let (steps, mins) = store_scales(&scales, &mins, bytes)?;
     inside.fill(1);
     for j in 0..SUBS {
-        let (scale, min) = scale_min(&bytes[4..16], j);
-        let (scale, min) = (d * f32::from(scale), dmin * f32::from(min));
-        if scale == 0.0 {
+        if steps[j] == 0.0 {
             // The value is -min for any code; those of the fit stay.
             continue;
         }
         for i in LEN * j..LEN * (j + 1) {
-            let code = nearest((x[i] + min) / scale);
+            let code = nearest((x[i] + mins[j]) / steps[j]);
             codes[i] = code.clamp(0, TOP) as u8;
             inside[i] = u8::from((0..=TOP).contains(&code));
         }
     }
+    store_codes(&codes, bytes);
+    Ok(())
+}
+
+/// Stores the fitted scales and minima of a super-block in the first 16 of its 144 bytes. Gives the step and the minimum of
+/// each sub-block that a decoder will see, against which the codes are to be chosen. For searches that walk faster than
+/// [`GgufGrid::quantize`](super::GgufGrid::quantize).
+///
+/// # Errors
+/// The scale or minimum that does not fit f16.
+pub fn store_scales(
+    scales: &[f32; SUBS],
+    mins: &[f32; SUBS],
+    bytes: &mut [u8],
+) -> Result<([f32; SUBS], [f32; SUBS]), f32> {
+    let largest = |v: &[f32; SUBS]| v.iter().fold(0.0f32, |a, &b| if b > a { b } else { a });
+    let (max_scale, max_min) = (largest(scales), largest(mins));
+    put_f16(bytes, 0, max_scale / TOP_SCALE)?;
+    put_f16(bytes, 2, max_min / TOP_SCALE)?;
+    let inverse = |max: f32| if max > 0.0 { TOP_SCALE / max } else { 0.0 };
+    let (inverse_scale, inverse_min) = (inverse(max_scale), inverse(max_min));
+    let (d, dmin) = (f16_at(bytes, 0), f16_at(bytes, 2));
+    let stored = &mut bytes[4..16];
+    stored.fill(0);
+    let (mut steps, mut offsets) = ([0.0; SUBS], [0.0; SUBS]);
+    for j in 0..SUBS {
+        // A fitted scale below zero wraps around to a large byte, as in the original.
+        let six = |v: f32| (nearest(v) as u8).min(63);
+        let (scale, min) = (six(inverse_scale * scales[j]), six(inverse_min * mins[j]));
+        put_scale_min(stored, j, scale, min);
+        (steps[j], offsets[j]) = (d * f32::from(scale), dmin * f32::from(min));
+    }
+    Ok((steps, offsets))
+}
+
+/// Stores the 256 codes (0..15) of a super-block in its bytes from 16 on.
+pub fn store_codes(codes: &[u8; SUPER_BLOCK], bytes: &mut [u8]) {
     for (bytes, codes) in bytes[16..].chunks_exact_mut(LEN).zip(codes.chunks_exact(2 * LEN)) {
         for (l, byte) in bytes.iter_mut().enumerate() {
             *byte = codes[l] | codes[l + LEN] << 4;
         }
     }
-    Ok(())
 }
 
-/// The 6-bit scale and minimum of sub-block `j` in the 12 bytes (zeroed before): the inverse of [`scale_min`].
+/// The 6-bit scale and minimum of sub-block `j` in the 12 bytes (zeroed before): the inverse of `decode::scale_min`.
 pub(super) fn put_scale_min(s: &mut [u8], j: usize, scale: u8, min: u8) {
     if j < 4 {
         s[j] |= scale;

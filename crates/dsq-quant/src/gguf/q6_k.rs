@@ -21,34 +21,56 @@ pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(
     let mut scales = [0.0f32; RUNS];
     for ((x, codes), scale) in x.chunks_exact(LEN).zip(codes.chunks_exact_mut(LEN)).zip(&mut scales) {
         *scale = fit(x, codes);
-        if !scale.is_finite() {
-            // The sums of the fit overflow f32 long after a scale does f16; ggml would lose the run without a word.
-            return Err(f32::INFINITY);
-        }
     }
     inside.fill(1);
-    let widest = scales.iter().fold(0.0f32, |a, &b| if b.abs() > a.abs() { b } else { a });
-    if widest.abs() < NOTHING {
+    let Some(steps) = store_scales(&scales, bytes)? else {
         // The bytes stay zero, and so do the values.
         return Ok(());
-    }
-    let inverse = -128.0 / widest;
-    put_f16(bytes, 208, 1.0 / inverse)?;
-    let d = f16_at(bytes, 208);
+    };
     for run in 0..RUNS {
-        let stored = nearest(inverse * scales[run]).min(127) as i8;
-        bytes[192 + run] = stored as u8;
-        let scale = d * f32::from(stored);
-        if scale == 0.0 {
+        if steps[run] == 0.0 {
             // The value is 0 for any code; those of the fit stay.
             continue;
         }
         for i in LEN * run..LEN * (run + 1) {
-            let code = nearest(x[i] / scale);
+            let code = nearest(x[i] / steps[run]);
             codes[i] = (code.clamp(-HALF, HALF - 1) + HALF) as u8;
             inside[i] = u8::from((-HALF..HALF).contains(&code));
         }
     }
+    store_codes(&codes, bytes);
+    Ok(())
+}
+
+/// Stores the fitted scales of a super-block in the last 18 of its 210 bytes. Gives the step of each run that a decoder will see,
+/// against which the codes are to be chosen; `None`, and nothing stored, where all values count as zero: such a block is zero bytes
+/// throughout. For searches that walk faster than [`GgufGrid::quantize`](super::GgufGrid::quantize).
+///
+/// # Errors
+/// The scale that does not fit f16.
+pub fn store_scales(scales: &[f32; RUNS], bytes: &mut [u8]) -> Result<Option<[f32; RUNS]>, f32> {
+    if scales.iter().any(|s| !s.is_finite()) {
+        // The sums of the fit overflow f32 long after a scale does f16; ggml would lose the run without a word.
+        return Err(f32::INFINITY);
+    }
+    let widest = scales.iter().fold(0.0f32, |a, &b| if b.abs() > a.abs() { b } else { a });
+    if widest.abs() < NOTHING {
+        return Ok(None);
+    }
+    let inverse = -128.0 / widest;
+    put_f16(bytes, 208, 1.0 / inverse)?;
+    let d = f16_at(bytes, 208);
+    let mut steps = [0.0; RUNS];
+    for run in 0..RUNS {
+        let stored = nearest(inverse * scales[run]).min(127) as i8;
+        bytes[192 + run] = stored as u8;
+        steps[run] = d * f32::from(stored);
+    }
+    Ok(Some(steps))
+}
+
+/// Stores the 256 codes (0..63, which is the code plus 32) of a super-block in the first 192 of its bytes.
+pub fn store_codes(codes: &[u8; SUPER_BLOCK], bytes: &mut [u8]) {
     for half in 0..2 {
         let codes = &codes[128 * half..];
         for l in 0..32 {
@@ -58,7 +80,6 @@ pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(
             bytes[128 + 32 * half + l] = q[0] >> 4 | (q[1] >> 4) << 2 | (q[2] >> 4) << 4 | (q[3] >> 4) << 6;
         }
     }
-    Ok(())
 }
 
 /// Codes (plus [`HALF`]) and scale of `x ~ scale * code` with little squared error, weighted by `x^2`.
