@@ -145,6 +145,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         config: ckpt.config(),
         scheme: scheme.as_ref(),
         overwrite: args.overwrite,
+        again: false,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers,
     };

@@ -219,7 +219,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         out: &args.out,
         config: &model,
         scheme: Some(&config),
-        overwrite: args.overwrite || again,
+        overwrite: args.overwrite,
+        again,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers: Workers::new(global.threads()),
     };
@@ -239,7 +240,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             .quantize(journal.as_ref(), aux, about.as_mut());
         match (&made, journal) {
             // Another try would end the same way: there is nothing to go on with.
-            (Err(e), Some(journal)) if [2, 3, 6].contains(&e.code()) => journal.remove()?,
+            (Err(e), Some(journal)) if e.code() == 6 => journal.remove()?,
             (Ok(_), Some(journal)) => journal.remove()?,
             _ => {}
         }
@@ -561,6 +562,8 @@ pub(super) fn float_outline(ckpt: &Checkpoint, name: String, dtype: Option<Float
 /// The dtype that a tensor gets, and whether its bytes are copied.
 fn float_dtype(ckpt: &Checkpoint, name: &str, dtype: Option<FloatType>) -> (Dtype, bool) {
     match (ckpt.dtype(name), dtype) {
+        // What decides between experts stays as it is: a rounded bias chooses others (transformers keeps these in f32 too).
+        (Some(s), _) if ckpt.config().decides_experts(name) => (s, true),
         (Some(s), None) => (s, true),
         (Some(s), Some(d)) if s == Dtype::from(d) || s.float().is_none() => (s, true),
         _ => (dtype.unwrap_or_default().into(), false),

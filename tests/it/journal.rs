@@ -1,7 +1,7 @@
 //! A calibrated `dsq quantize` that is killed at any moment goes on with `--resume` to the bytes of a run that nobody disturbed, and
 //! refuses to go on as another run. Not the methods (see `ptq.rs`).
 
-use crate::command::text;
+use crate::command::{dsq, text};
 use crate::ptq::{Case, fails};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -166,6 +166,25 @@ fn another_run_is_refused_by_name() {
     std::fs::write(case.at("calib.txt"), [b"x", &calib[..]].concat()).unwrap();
     refused(&run, &["--resume"], &["calibration.text: expected"]);
     std::fs::write(case.at("calib.txt"), calib).unwrap();
+    let resume = || dsq(&args(&case, &out, &run, &["--resume"]).iter().map(String::as_str).collect::<Vec<_>>());
+    // A damaged file is named, and what else there is stays.
+    let state = journal(&out).join("state.safetensors");
+    let whole = std::fs::read(&state).unwrap();
+    std::fs::write(&state, &whole[..whole.len() / 2]).unwrap();
+    assert_eq!(resume().status.code(), Some(3));
+    std::fs::write(&state, &whole).unwrap();
+    // A model that took the output's name is not replaced, though the run had begun to write, and the journal stays too.
+    std::fs::write(journal(&out).join("writing"), "").unwrap();
+    let model = case.at("model");
+    let other = dsq(&["quantize", text(&model), "--out", text(&out), "--group-size", "16"]);
+    assert_eq!(other.status.code(), Some(0));
+    let theirs = files(&out);
+    let refused_here = resume();
+    let said = String::from_utf8_lossy(&refused_here.stderr).into_owned();
+    assert!(refused_here.status.code() == Some(2) && said.contains("holds another model"), "{said}");
+    assert!(files(&out) == theirs && journal(&out).join("journal.json").exists());
+    std::fs::remove_dir_all(&out).unwrap();
+    std::fs::remove_file(journal(&out).join("writing")).unwrap();
     case.set("model.layers.1.mlp.up_proj.weight", 0.25);
     refused(&run, &["--resume"], &["model.tensors: expected", "as in the run, got"]);
     // Rounding has nothing to go on with.

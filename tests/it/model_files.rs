@@ -1,6 +1,7 @@
 //! `dsq quantize`, `dsq export` and `dsq inspect` as a person runs them: exit codes, messages, files.
 
 use crate::command::{dsq, fails, faults_of, text, works};
+use dsq_checkpoint::Checkpoint;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -239,6 +240,30 @@ fn every_granularity_and_zero_points_pass_the_proof() {
         works(&[&["quantize", text(&model), "--out", text(&out), "--overwrite"], more].concat());
         let seen = works(&["inspect", text(&out)]);
         assert!(seen.contains(kind), "{seen}");
+    }
+}
+
+/// A bias that is rounded chooses other experts.
+#[test]
+fn what_decides_between_experts_keeps_its_dtype() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deepseek_v3_tiny");
+    let (exported, quantized) = (dir.path().join("e"), dir.path().join("q"));
+    works(&["export", text(&model), "--out", text(&exported), "--format", "safetensors", "--dtype", "bf16"]);
+    works(&["quantize", text(&model), "--out", text(&quantized), "--group-size", "8", "--dtype", "f16"]);
+    let source = Checkpoint::open(&model).unwrap();
+    for folder in [exported, quantized] {
+        let ckpt = Checkpoint::open(&folder).unwrap();
+        let mut kept = 0;
+        for name in ckpt.names() {
+            if name.contains(".mlp.gate.") {
+                assert_eq!(ckpt.sha256(&name).unwrap(), source.sha256(&name).unwrap(), "{name}");
+                kept += 1;
+            } else if name.ends_with("norm.weight") {
+                assert_ne!(ckpt.info(&name).unwrap().dtype, "F32", "{name}");
+            }
+        }
+        assert!(kept >= 2);
     }
 }
 

@@ -69,6 +69,24 @@ fn what_the_graph_does_not_hold_is_told() {
 }
 
 #[test]
+fn files_of_others_stay_and_a_missing_proof_is_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (golden("llama_tiny"), dir.path().join("m.onnx"));
+    let args = ["export", text(&model), "--out", text(&out), "--format", "onnx", "--overwrite"];
+    for beside in ["m.onnx.data", "m.onnx.data2", "m.onnx.dsq-proof.json"] {
+        let path = dir.path().join(beside);
+        std::fs::write(&path, "mine").unwrap();
+        fails(&args, 2, &[beside, "got another"]);
+        assert!(std::fs::read(&path).unwrap() == b"mine" && !out.exists());
+        std::fs::remove_file(&path).unwrap();
+    }
+    works(&args);
+    std::fs::remove_file(dir.path().join("m.onnx.dsq-proof.json")).unwrap();
+    let seen = json(&["inspect", text(&out), "--json"]);
+    assert!(seen["faults"][0]["severity"] == "note" && seen["faults"].to_string().contains("no proof"), "{seen}");
+}
+
+#[test]
 fn a_plan_writes_nothing_and_bounds_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let (model, out) = (golden("llama_tiny"), dir.path().join("m.onnx"));

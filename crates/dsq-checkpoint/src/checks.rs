@@ -368,7 +368,7 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             continue;
         }
         match ckpt.read_f32(&name) {
-            Ok(data) => faults.extend(lint_values(ckpt, &name, &data)),
+            Ok(data) => faults.extend(lint_values(ckpt, &name, &data).or_else(|| lint::floats(ckpt, &name, &data))),
             Err(e) => faults.push(fault_of(ckpt, &name, &e)),
         }
     }

@@ -275,7 +275,7 @@ pub fn export_folder_as(
     overwrite: bool,
 ) -> Result<Proof, CheckpointError> {
     let workers = Workers::new(1);
-    let target = FolderTarget { format, out, config, scheme, overwrite, max_shard: None, workers };
+    let target = FolderTarget { format, out, config, scheme, overwrite, again: false, max_shard: None, workers };
     export_layers(&target, layers, aux)
 }
 

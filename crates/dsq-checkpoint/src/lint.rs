@@ -22,6 +22,13 @@ pub(crate) fn codes(ckpt: &Checkpoint, name: &str, matrix: &QuantizedMatrix) -> 
     Some(Fault::new(Severity::Warning, ckpt.path(), name, problem))
 }
 
+/// Signs in a float tensor: a matrix of zeros (a norm or a bias may be all zero).
+pub(crate) fn floats(ckpt: &Checkpoint, name: &str, data: &[f32]) -> Option<Fault> {
+    let matrix = ckpt.info(name).is_some_and(|i| i.shape.len() > 1) && !data.is_empty();
+    let zero = matrix && data.iter().all(|&x| x == 0.0);
+    zero.then(|| Fault::new(Severity::Warning, ckpt.path(), name, "every weight is 0; expected other values"))
+}
+
 /// Signs that show across tensors and files.
 pub(crate) fn model(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = global_scales(ckpt);

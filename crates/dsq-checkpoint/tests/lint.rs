@@ -107,6 +107,25 @@ fn a_layer_of_zeros() {
 }
 
 #[test]
+fn a_float_matrix_of_zeros() {
+    let folder = Folder::new();
+    let config = llama(false);
+    let mut layers = fixtures::float_layers(&config, FloatType::F32);
+    for layer in &mut layers {
+        if let ExportTensor::Float { name, data, .. } = layer
+            && (name == "lm_head.weight" || name == "model.norm.weight")
+        {
+            data.fill(0.0);
+        }
+    }
+    let out = folder.dir.path().join("zero");
+    export_folder(&out, &ModelConfig::Llama(config), layers, None, vec![], true).unwrap();
+    // A norm of zeros is what some models store for a factor of one.
+    let (field, problem) = only(&out, Severity::Warning);
+    assert!(field == "lm_head.weight" && problem.contains("every weight is 0"), "{field} {problem}");
+}
+
+#[test]
 fn a_name_that_promises_other_bits() {
     let folder = Folder::new();
     let w8 = scheme(QuantArgs { qtype: QuantType::Int8, ..QuantArgs::int4(Granularity::PerChannel, FloatType::F32) });

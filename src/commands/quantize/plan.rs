@@ -61,6 +61,7 @@ impl Run<'_> {
             config: self.model,
             scheme: Some(self.config),
             overwrite: true,
+            again: false,
             max_shard: self.args.max_shard_size.map(|s| s.0),
             workers: Workers::new(1),
         };

@@ -168,4 +168,10 @@ impl ModelConfig {
             Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
         }
     }
+
+    /// Whether a tensor decides which experts run: the weight or the correction bias of a router.
+    pub fn decides_experts(&self, name: &str) -> bool {
+        let Self::Llama(c) = self else { return false };
+        c.experts.is_some() && (name.ends_with(".gate.weight") || name.ends_with(".gate.e_score_correction_bias"))
+    }
 }

@@ -38,6 +38,9 @@ pub struct FolderTarget<'a> {
     pub scheme: Option<&'a QuantConfig>,
     /// Whether a folder that holds model files (and nothing else) may be replaced.
     pub overwrite: bool,
+    /// Whether a folder that exists may be replaced where its proof says that it is the one which is written: what a run left that was
+    /// killed after it had given its output the name.
+    pub again: bool,
     /// Bytes of tensors in a weight file at most, but for one module that is larger; `None`: one file.
     pub max_shard: Option<u64>,
     /// How many tensors are in flight.
@@ -271,7 +274,7 @@ impl<'a> Session<'a> {
         let needed = layout.shards.iter().map(|s| s.bytes).sum::<u64>()
             + files.iter().map(|(_, b)| b.len() as u64).sum::<u64>()
             + proof_bytes(&outlines);
-        let writer = FolderWriter::create(out, target.overwrite, needed)?;
+        let writer = FolderWriter::create(out, target.overwrite || target.again, needed)?;
         Ok(Self { target, outlines, layout, files, writer })
     }
 
@@ -422,6 +425,17 @@ impl<'a> Session<'a> {
     fn commit(mut self, proof: &Proof) -> Result<(), CheckpointError> {
         let text = serde_json::to_vec_pretty(proof);
         let text = text.map_err(|e| CheckpointError::io(self.target.out, "write the proof", e.into()))?;
+        let out = self.target.out;
+        if self.target.again
+            && !self.target.overwrite
+            && out.exists()
+            && std::fs::read(out.join(PROOF_FILE)).ok() != Some(text.clone())
+        {
+            let problem = "holds another model than this run's; expected the output that it had written, or none";
+            return Err(
+                CheckpointError::usage(out, "--out", problem).with_hint("move that folder away, or add --overwrite")
+            );
+        }
         self.writer.file(PROOF_FILE, &text)?;
         self.writer.commit()
     }
@@ -480,7 +494,16 @@ mod tests {
     fn target<'a>(out: &'a Path, config: &'a ModelConfig, scheme: &'a QuantConfig) -> FolderTarget<'a> {
         let format = FolderFormat::default();
         let workers = Workers::new(1);
-        FolderTarget { format, out, config, scheme: Some(scheme), overwrite: false, max_shard: None, workers }
+        FolderTarget {
+            format,
+            out,
+            config,
+            scheme: Some(scheme),
+            overwrite: false,
+            again: false,
+            max_shard: None,
+            workers,
+        }
     }
 
     /// The proof can fail: one changed bit anywhere in the written tensors, a tensor too many, another config or another

@@ -118,6 +118,7 @@ impl<'a> GgufExport<'a> {
     pub fn new(source: &'a Checkpoint, out: &Path, options: GgufOptions) -> Result<Self, CheckpointError> {
         check_output(&[source.path()], out)?;
         FileWriter::check(out, options.overwrite, MAGIC)?;
+        super::check_proof_place(out)?;
         let usage = |field: &str, problem: String| Err(CheckpointError::usage(source.path(), field, problem));
         let ModelConfig::Llama(config) = source.config() else {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());

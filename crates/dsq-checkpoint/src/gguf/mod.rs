@@ -34,6 +34,7 @@ mod write;
 
 pub use export::{Encode, GgufExport, GgufOptions};
 pub use mix::GgufType;
+pub(crate) use proof::check_proof_place;
 pub use proof::proof_path;
 
 use crate::error::printable;

@@ -5,6 +5,7 @@ use super::GgufFile;
 use super::export::{Planned, hash_values};
 use super::value::Metadata;
 use crate::export::{PROOF_FILE, Proof, SourceRecord, TensorProof, ratio};
+use crate::json::read_json;
 use crate::{CheckpointError, LlamaConfig, ModelConfig};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,24 @@ pub fn proof_path(file: &Path) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(format!(".{PROOF_FILE}"));
     PathBuf::from(name)
+}
+
+/// Refuses to write a proof over a file that is none of dsq's.
+///
+/// # Errors
+/// [`CheckpointError::Usage`]; I/O errors.
+pub(crate) fn check_proof_place(file: &Path) -> Result<(), CheckpointError> {
+    let path = proof_path(file);
+    if path.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    match read_json(&path) {
+        Ok(proof) if proof.get("dsq_version").is_some() => return Ok(()),
+        Err(e @ CheckpointError::Io { .. }) => return Err(e),
+        _ => {}
+    }
+    let problem = "the place of the proof; expected no such file, or a proof, got another file";
+    Err(CheckpointError::usage(&path, "--out", problem).with_hint("move the file away, or choose another --out"))
 }
 
 /// Reads the file back. The proof has the SHA-256 of the whole file under the empty name, which the caller gives a better one.

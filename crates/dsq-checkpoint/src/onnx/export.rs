@@ -7,7 +7,7 @@ use super::proto::{GraphProto, IR_VERSION, MICROSOFT, ModelProto, OPSET, Operato
 use super::source::Source;
 use super::{cnn, llama};
 use crate::export::{Proof, TensorProof};
-use crate::gguf::proof_path;
+use crate::gguf::{check_proof_place, proof_path};
 use crate::write::{FileWriter, check_output, write_atomic};
 use crate::{Checkpoint, CheckpointError, ModelConfig};
 use dsq_quant::FloatType;
@@ -59,9 +59,13 @@ impl<'a> OnnxExport<'a> {
     pub fn new(source: &'a Checkpoint, out: &Path, options: OnnxOptions) -> Result<Self, CheckpointError> {
         check_output(&[source.path()], out)?;
         FileWriter::check(out, options.overwrite, MAGIC)?;
-        for data in data_paths(out) {
-            FileWriter::check(&data, options.overwrite, b"")?;
+        let old = old_data(out);
+        for data in data_paths(out).into_iter().filter(|d| d.exists() && old.as_ref() != Some(d)) {
+            let problem = "expected no such file, or that of the model which is replaced, got another";
+            return Err(CheckpointError::usage(&data, "--out", problem)
+                .with_hint("move the file away, or choose another --out"));
         }
+        check_proof_place(out)?;
         if let Some(FloatType::F8E4M3 | FloatType::F8E8M0) = options.dtype {
             let problem = "expected f16, bf16 or f32 for float tensors, got a type of codes";
             return Err(CheckpointError::usage(out, "--dtype", problem));
@@ -124,8 +128,7 @@ impl<'a> OnnxExport<'a> {
         let overwrite = self.options.overwrite;
         // Two files cannot change their names in one step: new data take the name that the old model does not use, and the old
         // model stands beside its own until the new one takes its name.
-        let old = Read::open(&self.out, &|name| beside(&self.out, name)).ok();
-        let old = old.and_then(|read| read.beside().map(Path::to_path_buf));
+        let old = old_data(&self.out);
         let [first, second] = data_paths(&self.out);
         let data_out = if old.as_ref() == Some(&first) { second } else { first };
         let mut data = match external {
@@ -246,6 +249,12 @@ pub(super) fn data_paths(file: &Path) -> [PathBuf; 2] {
         name.push(end);
         PathBuf::from(name)
     })
+}
+
+/// The file beside a model that exists which holds its tensors.
+fn old_data(file: &Path) -> Option<PathBuf> {
+    let read = Read::open(file, &|name| beside(file, name)).ok()?;
+    read.beside().map(Path::to_path_buf)
 }
 
 /// The file beside a model that it calls by this name, if it is there. No other name is followed: it comes from a file.

@@ -92,6 +92,11 @@ impl OnnxFile {
         }
         let path = proof_path(&self.path);
         if path.symlink_metadata().is_err() {
+            faults.push(fault(
+                Severity::Note,
+                "",
+                "no proof beside the file: its values are compared with nothing".into(),
+            ));
             return faults;
         }
         let proof = match read_json(&path) {

@@ -128,13 +128,18 @@ impl Journal {
 
 /// A temporary sibling of `write_safetensors`, or of [`replace`].
 fn is_temporary(name: &str) -> bool {
-    name.contains(".dsq-tmp-") || name.ends_with(".tmp")
+    name.contains(".dsq-tmp-") || ["journal.tmp", "writing.tmp"].contains(&name)
+}
+
+/// `block-00012.safetensors`.
+fn is_block(name: &str) -> bool {
+    let number = name.strip_prefix("block-").and_then(|n| n.strip_suffix(".safetensors"));
+    number.is_some_and(|n| n.len() >= 5 && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Whether a folder has nothing in it but what a journal has.
 fn ours_only(dir: &Path) -> bool {
-    let ours =
-        |name: &str| ["run.lock", STATE, WRITING].contains(&name) || name.starts_with("block-") || is_temporary(name);
+    let ours = |name: &str| ["run.lock", STATE, WRITING].contains(&name) || is_block(name) || is_temporary(name);
     fs::read_dir(dir).is_ok_and(|mut d| d.all(|e| e.is_ok_and(|e| ours(&e.file_name().to_string_lossy()))))
 }
 
