@@ -60,7 +60,7 @@ impl<'a> OnnxExport<'a> {
         check_output(&[source.path()], out)?;
         FileWriter::check(out, options.overwrite, MAGIC)?;
         let old = old_data(out);
-        for data in data_paths(out).into_iter().filter(|d| d.exists() && old.as_ref() != Some(d)) {
+        if let Some(data) = data_paths(out).into_iter().find(|d| d.exists() && old.as_ref() != Some(d)) {
             let problem = "expected no such file, or that of the model which is replaced, got another";
             return Err(CheckpointError::usage(&data, "--out", problem)
                 .with_hint("move the file away, or choose another --out"));
