@@ -219,6 +219,15 @@ pub struct Proof {
     pub files: BTreeMap<String, String>,
 }
 
+impl Proof {
+    /// How many source tensors became what.
+    pub fn became(&self) -> BTreeMap<&'static str, usize> {
+        let mut counts = BTreeMap::new();
+        self.tensors.iter().for_each(|t| *counts.entry(t.became).or_insert(0) += 1);
+        counts
+    }
+}
+
 /// What became of one source tensor.
 #[derive(Debug, Clone, Serialize)]
 pub struct TensorProof {
@@ -241,6 +250,14 @@ pub struct TensorProof {
     pub bits_per_weight: f64,
     /// SHA-256 of each stored tensor.
     pub stored: BTreeMap<String, String>,
+}
+
+impl TensorProof {
+    /// What is said of a tensor that is not in the output.
+    pub(crate) fn dropped(name: String, reason: &'static str) -> Self {
+        let (became, reason) = ("dropped", Some(reason));
+        Self { name, became, reason, source: None, underflow: 0, bits_per_weight: 0.0, stored: BTreeMap::new() }
+    }
 }
 
 /// Writes a model folder, re-reads it, proves it equal to what was given, and gives it its name. A tied `lm_head` is

@@ -9,7 +9,6 @@ use dsq_checkpoint::{
 };
 use dsq_kernels::quantize::quantize_blocks;
 use serde_json::json;
-use std::collections::BTreeMap;
 
 /// Writes the file.
 pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
@@ -76,10 +75,7 @@ fn plan_of(args: &Args, export: &GgufExport) -> Result<Plan, CliError> {
 
 fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&ExportLoss>, inputs: usize) {
     let size: u64 = proof.bytes.values().sum();
-    let mut became: BTreeMap<&str, usize> = BTreeMap::new();
-    for t in &proof.tensors {
-        *became.entry(t.became).or_insert(0) += 1;
-    }
+    let became = proof.became();
     let scales = proof.tensors.iter().filter(|t| t.reason.is_some_and(|r| r.contains("KV cache"))).count();
     if global.json {
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});

@@ -6,7 +6,6 @@ use crate::plan::{self, Plan};
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, ModelConfig, OnnxExport, OnnxOptions, Proof, Workers, printable};
 use serde_json::json;
-use std::collections::BTreeMap;
 
 /// Writes the file.
 pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
@@ -41,10 +40,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
 
 fn report(args: &Args, global: &Global, proof: &Proof, inputs: usize, dequantized: usize) {
     let size: u64 = proof.bytes.values().sum();
-    let mut became: BTreeMap<&str, usize> = BTreeMap::new();
-    for t in &proof.tensors {
-        *became.entry(t.became).or_insert(0) += 1;
-    }
+    let became = proof.became();
     let scales = proof.tensors.iter().filter(|t| t.reason.is_some_and(|r| r.contains("KV cache"))).count();
     if global.json {
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});

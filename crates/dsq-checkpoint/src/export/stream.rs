@@ -100,12 +100,6 @@ fn proof_bytes(outlines: &[Outline]) -> u64 {
     1024 * outlines.len() as u64
 }
 
-/// What is said of a tensor that is not in the folder.
-fn dropped(name: String, reason: &'static str) -> TensorProof {
-    let (became, reason) = ("dropped", Some(reason));
-    TensorProof { name, became, reason, source: None, underflow: 0, bits_per_weight: 0.0, stored: BTreeMap::new() }
-}
-
 /// Finds the tensors of layers that predict tokens beyond the next, which dsq does not run and does not write, and gives the config
 /// without them.
 fn mtp_layers(config: &ModelConfig, outlines: &[Outline]) -> (ModelConfig, Vec<(usize, TensorProof)>) {
@@ -117,7 +111,7 @@ fn mtp_layers(config: &ModelConfig, outlines: &[Outline]) -> (ModelConfig, Vec<(
     };
     let reason = "a layer that predicts tokens beyond the next, which dsq does not run";
     let ahead = outlines.iter().map(name).enumerate().filter(|(_, name)| c.mtp_layer(name).is_some());
-    let found = ahead.map(|(i, name)| (i, dropped(name, reason))).collect();
+    let found = ahead.map(|(i, name)| (i, TensorProof::dropped(name, reason))).collect();
     if let Some(latent) = &mut c.latent {
         latent.mtp_layers = 0;
     }
@@ -150,7 +144,7 @@ fn tied_head<E: From<CheckpointError>>(
             .with_hint("set tie_word_embeddings to false to store a matrix of its own")
             .into());
     }
-    let proof = dropped("lm_head.weight".into(), "tie_word_embeddings: it is model.embed_tokens.weight");
+    let proof = TensorProof::dropped("lm_head.weight".into(), "tie_word_embeddings: it is model.embed_tokens.weight");
     Ok(Some((at, proof)))
 }
 

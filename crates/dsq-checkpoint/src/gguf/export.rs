@@ -18,7 +18,7 @@ use crate::write::{FileWriter, check_output, write_atomic};
 use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_quant::{FloatType, GgufGrid, QuantError};
 use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 /// What a GGUF file begins with.
@@ -268,15 +268,7 @@ impl<'a> GgufExport<'a> {
             tick();
         }
         let mut proof = prove(writer.written()?, &self.config, &self.metadata, &self.plan, &meant, size)?;
-        proof.tensors.extend(self.dropped.iter().map(|(name, reason)| TensorProof {
-            name: name.clone(),
-            became: "dropped",
-            reason: Some(*reason),
-            source: None,
-            underflow: 0,
-            bits_per_weight: 0.0,
-            stored: BTreeMap::new(),
-        }));
+        proof.tensors.extend(self.dropped.iter().map(|(name, reason)| TensorProof::dropped(name.clone(), reason)));
         let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if let Some(hash) = proof.files.remove("") {
             proof.files.insert(name, hash);

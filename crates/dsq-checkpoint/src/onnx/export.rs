@@ -12,7 +12,6 @@ use crate::write::{FileWriter, check_output, write_atomic};
 use crate::{Checkpoint, CheckpointError, ModelConfig};
 use dsq_quant::FloatType;
 use prost::Message;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What an ONNX file of dsq begins with: the IR version, and `dsq` as the producer. No other file is replaced.
@@ -176,15 +175,7 @@ impl<'a> OnnxExport<'a> {
         }
         drop(model);
         let mut proof = prove(&read, &self.source, &self.graph)?;
-        proof.tensors.extend(self.dropped.iter().map(|(name, reason)| TensorProof {
-            name: name.clone(),
-            became: "dropped",
-            reason: Some(*reason),
-            source: None,
-            underflow: 0,
-            bits_per_weight: 0.0,
-            stored: BTreeMap::new(),
-        }));
+        proof.tensors.extend(self.dropped.iter().map(|(name, reason)| TensorProof::dropped(name.clone(), reason)));
         let [model_hash, data_hash] = read.hashes()?;
         proof.files.insert(file_name(&self.out), model_hash);
         if let Some(data) = data {
