@@ -503,13 +503,12 @@ fn source_name(ckpt: &Checkpoint, module: &str) -> String {
 
 /// What is known of the weight of `name`, whose values `w` became `values`.
 fn source_record(ckpt: &Checkpoint, name: &str, w: &[f32], values: &[f32]) -> Result<SourceRecord, CliError> {
-    Ok(hashed_record(ckpt, name, ckpt.sha256(name)?, w, values))
+    Ok(SourceRecord::with_values(ckpt.sha256(name)?, stored_type(ckpt, name), w, values))
 }
 
-/// [`source_record`] of a weight that was hashed.
-fn hashed_record(ckpt: &Checkpoint, name: &str, sha256: String, w: &[f32], values: &[f32]) -> SourceRecord {
-    let dtype = ckpt.info(name).map(|i| i.dtype).unwrap_or_default();
-    SourceRecord::with_values(sha256, dtype, w, values)
+/// What a tensor's values are stored as.
+fn stored_type(ckpt: &Checkpoint, name: &str) -> String {
+    ckpt.info(name).map(|i| i.dtype).unwrap_or_default()
 }
 
 /// The names of everything that is neither quantized nor changed.

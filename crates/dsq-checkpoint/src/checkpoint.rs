@@ -10,7 +10,7 @@ use crate::packed::{DiskFormat, StoredZeros, expected_tensors, unpack, unpack_co
 use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::read_at;
-use crate::tensor::floats_from_bytes;
+use crate::tensor::{extend_floats, floats_from_bytes};
 use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
 use dsq_quant::{FloatType, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
@@ -202,20 +202,26 @@ impl Checkpoint {
         }
     }
 
-    /// [`Checkpoint::read_f32`] and [`Checkpoint::sha256`] in one reading.
+    /// [`Checkpoint::read_f32`] into `out`, whose memory is used again, and [`Checkpoint::sha256`]; of a folder in one reading.
     ///
     /// # Errors
     /// As these.
-    pub fn read_f32_hashed(&self, name: &str) -> Result<(Vec<f32>, String), CheckpointError> {
-        let (Source::Folder(_) | Source::Pytorch(_)) = &self.source else {
-            return Ok((self.read_f32(name)?, self.sha256(name)?));
-        };
-        let (dtype, bytes) = self.read_stored(name)?;
-        match dtype.float() {
-            Some(float) => Ok((floats_from_bytes(&bytes, float), hex_sha256(&bytes))),
-            // In the words of the other.
-            None => Ok((self.read_f32(name)?, String::new())),
+    pub fn read_f32_hashed(&self, name: &str, out: &mut Vec<f32>) -> Result<String, CheckpointError> {
+        out.clear();
+        if let Source::Folder(f) = &self.source
+            && let Some((file, entry)) = f.find(name)
+            && let Some(dtype) = entry.dtype.float()
+        {
+            let mut hash = Sha256::new();
+            out.reserve(entry.shape.iter().product());
+            file.read_runs(entry, |run| {
+                hash.update(run);
+                extend_floats(out, run, dtype);
+            })?;
+            return Ok(hex(hash));
         }
+        *out = self.read_f32(name)?;
+        self.sha256(name)
     }
 
     /// The stored bytes of a tensor (little endian, row major) and their dtype; only of safetensors and PyTorch files.
@@ -239,7 +245,13 @@ impl Checkpoint {
     /// As [`Checkpoint::read_stored`].
     pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
         match &self.source {
-            Source::Folder(_) | Source::Pytorch(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
+            Source::Folder(f) => {
+                let (file, entry) = f.find(name).ok_or_else(|| self.missing(name))?;
+                let mut hash = Sha256::new();
+                file.read_runs(entry, |run| hash.update(run))?;
+                Ok(hex(hash))
+            }
+            Source::Pytorch(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
             Source::Gguf(g) => g.sha256(name),
         }
     }
@@ -640,7 +652,12 @@ fn with_quantize_config(
 
 /// SHA-256 in hex.
 pub(crate) fn hex_sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    hex(Sha256::new_with_prefix(bytes))
+}
+
+/// What was hashed, in hex.
+pub(crate) fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// The template in `tokenizer_config.json`: a string, or a list of named ones, of which `default` counts.

@@ -122,21 +122,61 @@ pub struct SourceRecord {
 impl SourceRecord {
     /// The record of f32 weights `w` that became `matrix`.
     pub fn of(w: &[f32], matrix: &QuantizedMatrix) -> Self {
-        Self::with_values(hex_sha256(&float_bytes(w, FloatType::F32)), "F32".into(), w, &matrix.dequantize())
+        Self::with_matrix(hex_sha256(&float_bytes(w, FloatType::F32)), "F32".into(), w, matrix)
+    }
+
+    /// [`SourceRecord::with_values`] of a matrix's values, which are not all made at once.
+    pub fn with_matrix(sha256: String, dtype: String, w: &[f32], matrix: &QuantizedMatrix) -> Self {
+        let mut sums = Differences::default();
+        matrix.for_each_run(|at, values| sums.add(values, &w[at..at + values.len()]));
+        sums.record(sha256, dtype)
     }
 
     /// The record of weights `w` with these stored bytes' hash and type, of which `values` is what the stored tensors stand
     /// for (rescaling undone).
     pub fn with_values(sha256: String, dtype: String, w: &[f32], values: &[f32]) -> Self {
-        let (mut max, mut err, mut norm) = (0.0f64, 0.0f64, 0.0f64);
-        for (v, x) in values.iter().zip(w) {
-            let d = f64::from(*v) - f64::from(*x);
-            max = max.max(d.abs());
-            err += d * d;
-            norm += f64::from(*x).powi(2);
+        let mut sums = Differences::default();
+        sums.add(values, w);
+        sums.record(sha256, dtype)
+    }
+}
+
+/// What differences between values amount to. Eight sums side by side, in an order that the data alone decide: a single one would
+/// wait for each addition.
+#[derive(Default)]
+struct Differences {
+    max: [f64; 8],
+    err: [f64; 8],
+    norm: [f64; 8],
+}
+
+impl Differences {
+    fn add(&mut self, values: &[f32], w: &[f32]) {
+        let ((values, last_values), (w, last_w)) = (values.as_chunks::<8>(), w.as_chunks::<8>());
+        for (values, w) in values.iter().zip(w) {
+            for lane in 0..8 {
+                self.one(lane, values[lane], w[lane]);
+            }
         }
+        for (lane, (v, x)) in last_values.iter().zip(last_w).enumerate() {
+            self.one(lane, *v, *x);
+        }
+    }
+
+    #[inline(always)]
+    fn one(&mut self, lane: usize, value: f32, x: f32) {
+        let (x, d) = (f64::from(x), f64::from(value) - f64::from(x));
+        // As f64::max where no value is NaN, and one instruction.
+        self.max[lane] = if d.abs() > self.max[lane] { d.abs() } else { self.max[lane] };
+        self.err[lane] += d * d;
+        self.norm[lane] += x * x;
+    }
+
+    fn record(self, sha256: String, dtype: String) -> SourceRecord {
+        let (err, norm): (f64, f64) = (self.err.iter().sum(), self.norm.iter().sum());
         let relative_error = if norm == 0.0 { 0.0 } else { (err / norm).sqrt() };
-        Self { sha256, dtype, max_abs_error: max, relative_error, rescaled: None }
+        let max_abs_error = self.max.into_iter().fold(0.0, f64::max);
+        SourceRecord { sha256, dtype, max_abs_error, relative_error, rescaled: None }
     }
 }
 

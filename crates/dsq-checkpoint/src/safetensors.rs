@@ -24,6 +24,8 @@ const MAX_RANK: usize = 8;
 const MAX_TENSORS: usize = 1 << 17;
 /// Longest tensor name, in bytes.
 const MAX_NAME: usize = 4096;
+/// Bytes that are read at a time where a tensor is not wanted whole: a multiple of every element size, and no more than a cache holds.
+const RUN: u64 = 1 << 19;
 
 /// One entry of the header: a tensor and where its bytes lie in the file.
 #[derive(Debug, Clone)]
@@ -162,6 +164,17 @@ impl SafetensorsFile {
         let mut bytes = vec![0u8; (entry.end - entry.begin) as usize];
         read_at(&self.file, &self.path, &mut bytes, self.data_start + entry.begin)?;
         Ok(bytes)
+    }
+
+    /// The bytes of a tensor, run by run, each of whole elements.
+    pub(crate) fn read_runs(&self, entry: &Entry, mut take: impl FnMut(&[u8])) -> Result<(), CheckpointError> {
+        let mut buffer = vec![0u8; RUN.min(entry.end - entry.begin) as usize];
+        for at in (entry.begin..entry.end).step_by(RUN as usize) {
+            let run = &mut buffer[..RUN.min(entry.end - at) as usize];
+            read_at(&self.file, &self.path, run, self.data_start + at)?;
+            take(run);
+        }
+        Ok(())
     }
 }
 

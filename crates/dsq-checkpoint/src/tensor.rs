@@ -248,15 +248,22 @@ pub(crate) fn float_bytes(data: &[f32], dtype: FloatType) -> Vec<u8> {
 
 /// Stored floats as f32, exactly: every f16 and bf16 value is an f32 value, subnormals and payloads included.
 pub(crate) fn floats_from_bytes(bytes: &[u8], dtype: FloatType) -> Vec<f32> {
+    let mut out = Vec::new();
+    extend_floats(&mut out, bytes, dtype);
+    out
+}
+
+/// [`floats_from_bytes`], after what `out` holds.
+pub(crate) fn extend_floats(out: &mut Vec<f32>, bytes: &[u8], dtype: FloatType) {
     let two = |c: &[u8]| [c[0], c[1]];
     match dtype {
-        FloatType::F32 => bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect(),
-        FloatType::F16 => bytes.chunks_exact(2).map(|c| f16::from_le_bytes(two(c)).to_f32()).collect(),
+        FloatType::F32 => out.extend(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]]))),
+        FloatType::F16 => out.extend(bytes.chunks_exact(2).map(|c| f16::from_le_bytes(two(c)).to_f32())),
         FloatType::Bf16 => {
-            bytes.chunks_exact(2).map(|c| f32::from_bits(u32::from(u16::from_le_bytes(two(c))) << 16)).collect()
+            out.extend(bytes.chunks_exact(2).map(|c| f32::from_bits(u32::from(u16::from_le_bytes(two(c))) << 16)));
         }
-        FloatType::F8E4M3 => bytes.iter().map(|&b| MiniFloat::E4M3.decode(b)).collect(),
-        FloatType::F8E8M0 => bytes.iter().map(|&b| e8m0_decode(b)).collect(),
+        FloatType::F8E4M3 => out.extend(bytes.iter().map(|&b| MiniFloat::E4M3.decode(b))),
+        FloatType::F8E8M0 => out.extend(bytes.iter().map(|&b| e8m0_decode(b))),
     }
 }
 

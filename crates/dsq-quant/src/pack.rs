@@ -123,6 +123,31 @@ fn fields(codes: &[i8], bits: usize, words: &mut Vec<i32>) {
 /// # Panics
 /// When `words` is shorter than [`packed_words`].
 pub fn unpack_i32(words: &[i32], bits: usize, len: usize) -> Vec<i8> {
+    // Widths of which whole codes fill a word, and that occur.
+    let whole = |per_word: usize| &words[..len / per_word];
+    let mut out: Vec<i8> = match bits {
+        4 => whole(8).iter().flat_map(|&w| eight(w as u32)).collect(),
+        8 => whole(4).iter().flat_map(|&w| w.to_le_bytes().map(|b| (b ^ 0x80) as i8)).collect(),
+        _ => return unpack_fields(words, bits, len),
+    };
+    if out.len() < len {
+        out.extend(unpack_fields(&words[out.len() * bits / 32..], bits, len - out.len()));
+    }
+    out
+}
+
+/// The eight 4-bit codes of a word: the steps of [`octet`] the other way round.
+#[inline(always)]
+fn eight(word: u32) -> [i8; 8] {
+    let x = u64::from(word);
+    let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+    let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
+    let x = (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f;
+    x.to_le_bytes().map(|field| field as i8 - 8)
+}
+
+/// One code at a time, for any width: the definition.
+fn unpack_fields(words: &[i32], bits: usize, len: usize) -> Vec<i8> {
     let (offset, mask) = (1i32 << (bits - 1), (1u64 << bits) - 1);
     let mut words = words.iter();
     let (mut pending, mut held) = (0u64, 0);

@@ -149,8 +149,9 @@ impl<'a> Layers<'a> {
         if let Some(matrix) = self.ckpt.block_codes(&module)? {
             let name = format!("{module}.weight");
             let dtype = self.ckpt.info(&name).map(|i| i.dtype).unwrap_or_default();
-            let (values, sha256) = self.ckpt.read_f32_hashed(&name)?;
-            let source = Some(SourceRecord::with_values(sha256, dtype, &values, &matrix.dequantize()));
+            let mut values = Vec::new();
+            let sha256 = self.ckpt.read_f32_hashed(&name, &mut values)?;
+            let source = Some(SourceRecord::with_matrix(sha256, dtype, &values, &matrix));
             return Ok(ExportTensor::Linear { module, shape, matrix, activation: None, source });
         }
         let LinearWeight::Quantized(matrix) = self.ckpt.linear(&module)? else {

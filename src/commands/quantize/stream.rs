@@ -2,16 +2,16 @@
 //! Not the folder and its proof (dsq-checkpoint), not the arithmetic (dsq-quant, by way of dsq-kernels).
 
 use super::{
-    Args, Layer, default_dtype, float_names, float_outline, float_tensor, hashed_record, source_name, workers,
+    Args, Layer, default_dtype, float_names, float_outline, float_tensor, source_name, stored_type, workers,
 };
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, Workers, export_stream,
+    Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord, Workers, export_stream,
 };
 use dsq_quant::{QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Layers with groups that carry nothing, and how many.
 type Degenerate = Vec<(String, usize)>;
@@ -40,14 +40,14 @@ pub(super) fn quantize(
         };
         let layer = rounding.layer(spec, false)?;
         if layer.degenerate > 0 {
-            let mut all = degenerate.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut all = degenerate.lock().unwrap_or_else(PoisonError::into_inner);
             all.insert(i, (spec.module.clone(), layer.degenerate));
         }
         Ok(Cow::Owned(layer.tensor))
     };
     let proof = export_stream(target, outlines, aux, &make)?;
     bar.finish_and_clear();
-    let degenerate = degenerate.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let degenerate = degenerate.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok((proof, degenerate.into_values().collect()))
 }
 
@@ -103,6 +103,8 @@ pub(super) struct Rounding<'a> {
     pool: rayon::ThreadPool,
     /// Global scales, by module.
     globals: HashMap<String, f32>,
+    /// Memory for the values of a layer, one for each layer in flight: memory from the system costs as much as rounding does.
+    spare: Mutex<Vec<Vec<f32>>>,
 }
 
 impl<'a> Rounding<'a> {
@@ -114,7 +116,7 @@ impl<'a> Rounding<'a> {
         specs: &[LinearSpec],
     ) -> Result<Self, CliError> {
         let globals = global_scales(global, ckpt, config, specs)?;
-        Ok(Self { args, ckpt, config, pool: workers(global)?, globals })
+        Ok(Self { args, ckpt, config, pool: workers(global)?, globals, spare: Mutex::new(Vec::new()) })
     }
 
     /// Rounds one layer; the codes do not depend on the number of threads. `alone`: under a global scale of its own, where there is
@@ -127,7 +129,8 @@ impl<'a> Rounding<'a> {
             return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
         }
         let (n, k) = (spec.n(), spec.k());
-        let (data, sha256) = ckpt.read_f32_hashed(&name)?;
+        let mut data = self.spare().pop().unwrap_or_default();
+        let sha256 = ckpt.read_f32_hashed(&name, &mut data)?;
         let weights = weights_of(self.config, &spec.module)?;
         let matrix = match self.globals.get(&spec.module).copied() {
             None if weights.has_global_scale() && alone => QuantizedMatrix::quantize(&data, n, k, weights),
@@ -136,10 +139,15 @@ impl<'a> Rounding<'a> {
         }
         .map_err(refuse)?;
         let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
-        let source = Some(hashed_record(ckpt, &name, sha256, &data, &matrix.dequantize()));
+        let source = Some(SourceRecord::with_matrix(sha256, stored_type(ckpt, &name), &data, &matrix));
+        self.spare().push(data);
         let (module, shape) = (spec.module.clone(), spec.shape.clone());
         let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source };
         Ok(Layer { tensor, degenerate, fit: None })
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Vec<Vec<f32>>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

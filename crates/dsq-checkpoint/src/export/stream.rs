@@ -5,7 +5,7 @@
 
 use super::outline::{self, Outline, Part, inputs_of, packed_tensors, parts, stored};
 use super::{CODES, ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, ratio};
-use crate::checkpoint::hex_sha256;
+use crate::checkpoint::{hex, hex_sha256};
 use crate::columns::FolderFormat;
 use crate::kv_cache;
 use crate::safetensors::{Pending, check_pending, header, sort};
@@ -445,7 +445,7 @@ fn digest(m: &QuantizedMatrix) -> String {
         codes.chunks(RUN).for_each(|run| hash.update(run.iter().map(|&c| c as u8).collect::<Vec<u8>>()));
     }
     m.scales.chunks(RUN).for_each(|run| hash.update(float_bytes(run, FloatType::F32)));
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    hex(hash)
 }
 
 #[cfg(test)]
