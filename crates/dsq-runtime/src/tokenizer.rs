@@ -4,7 +4,8 @@
 use crate::RuntimeError;
 use dsq_checkpoint::{Checkpoint, ModelConfig};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use tokenizers::Tokenizer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{Model, ModelWrapper, OffsetReferential, OffsetType, PreTokenizer, Tokenizer};
 
 /// What to do with the texts of special tokens (`<|im_end|>`) inside an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +23,8 @@ pub struct TextTokenizer {
     as_text: Tokenizer,
     specials: Vec<(String, u32)>,
     file: String,
+    /// Whether a character that has no token would be left out without a word.
+    drops: bool,
 }
 
 /// Texts of the self test: scripts, digits, white space, an emoji, combining marks, nothing.
@@ -82,7 +85,8 @@ impl TextTokenizer {
         specials.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.1.cmp(&b.1)));
         let mut as_text = parse.clone();
         as_text.set_encode_special_tokens(true);
-        Ok(Self { parse, as_text, specials, file: file.into() })
+        let drops = drops(&parse);
+        Ok(Self { parse, as_text, specials, file: file.into(), drops })
     }
 
     /// Number of ids (the largest plus one).
@@ -118,10 +122,39 @@ impl TextTokenizer {
 
     fn run(&self, tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, RuntimeError> {
         let input = |problem: String| RuntimeError::Input { what: "text", problem };
+        if self.drops {
+            self.check_characters(tokenizer, text)?;
+        }
         catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(text, add_special_tokens)))
             .map_err(|_| input(format!("{} cannot tokenize it", self.file)))?
             .map(|e| e.get_ids().to_vec())
             .map_err(|e| input(format!("{} cannot tokenize it: {e}", self.file)))
+    }
+
+    /// Whether every character has a token, of a tokenizer that says nothing where one has none.
+    fn check_characters(&self, tokenizer: &Tokenizer, text: &str) -> Result<(), RuntimeError> {
+        let cut = || {
+            let mut parts = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
+            tokenizer.get_pre_tokenizer().map_or(Ok(()), |p| p.pre_tokenize(&mut parts)).map(|()| parts)
+        };
+        // What cannot be cut cannot be tokenized either, which is told there.
+        let Ok(Ok(parts)) = catch_unwind(AssertUnwindSafe(cut)) else { return Ok(()) };
+        let splits = parts.get_splits(OffsetReferential::Normalized, OffsetType::None);
+        let plain = splits.into_iter().filter(|(_, _, added)| added.is_none());
+        // A part's tokens cover as many bytes as it has, unless some have none.
+        let short = |part: &&str| covered(tokenizer, part) < part.len();
+        let missing: Vec<char> = plain
+            .map(|(part, ..)| part)
+            .filter(short)
+            .flat_map(|part| part.chars().filter(|c| covered(tokenizer, c.encode_utf8(&mut [0; 4])) == 0))
+            .collect();
+        let Some(first) = missing.first() else { return Ok(()) };
+        let problem = format!(
+            "no unk_token, no byte_fallback; expected a token for every character of the text, got none for {} of them, the \
+             first {first:?}",
+            missing.len()
+        );
+        Err(broken(&self.file, "model", problem))
     }
 
     /// What the post-processor puts before a text.
@@ -175,6 +208,21 @@ fn check_added_tokens(t: &Tokenizer, bytes: &[u8], file: &str) -> Result<(), Run
         }
     }
     Ok(())
+}
+
+/// Bytes of `part` that have tokens.
+fn covered(tokenizer: &Tokenizer, part: &str) -> usize {
+    tokenizer.get_model().tokenize(part).map_or(0, |tokens| tokens.last().map_or(0, |t| t.offsets.1))
+}
+
+/// Whether characters can get lost: BPE alone leaves out what it has no token for, unless it has one for the unknown, or texts
+/// come as bytes that all have one.
+fn drops(t: &Tokenizer) -> bool {
+    let ModelWrapper::BPE(bpe) = t.get_model() else { return false };
+    let cut = serde_json::to_string(&(t.get_normalizer(), t.get_pre_tokenizer())).unwrap_or_default();
+    let bytes = cut.contains("\"ByteLevel\"");
+    let whole = || ByteLevel::alphabet().into_iter().all(|c| covered(t, c.encode_utf8(&mut [0; 4])) > 0);
+    bpe.unk_token.is_none() && !(bytes && whole())
 }
 
 fn broken(file: &str, part: &str, problem: impl Into<String>) -> RuntimeError {
@@ -334,6 +382,48 @@ pub(crate) mod tests {
             }
         }
         assert_eq!(TextTokenizer::from_json(b"{\"version\": \"1.0\", \"model\": {", "t").unwrap_err().exit_code(), 3);
+    }
+
+    #[test]
+    fn f059_characters_without_a_token_are_told_with_their_number() {
+        let mut v = byte_level();
+        v["pre_tokenizer"] = Value::Null;
+        // Without bytes: characters stand for themselves.
+        let t = load(&v).unwrap();
+        assert_eq!(t.encode("abc", Specials::AsText).unwrap().len(), 3);
+        assert_eq!(t.encode("<s>abc", Specials::Parse).unwrap().len(), 4);
+        let e = t.encode("a漢b字漢", Specials::AsText).unwrap_err();
+        assert_eq!(e.exit_code(), 3);
+        assert!(
+            e.to_string().starts_with("tokenizer.json: model: ") && e.to_string().contains("3 of them, the first '漢'")
+        );
+        assert_eq!(t.encode_prompt("漢").unwrap_err().exit_code(), 3);
+        // A token for the unknown, or for every byte, is what the file says that happens.
+        let mut unk = v.clone();
+        unk["model"]["unk_token"] = json!("<s>");
+        assert_eq!(load(&unk).unwrap().encode("a漢", Specials::AsText).unwrap().len(), 2);
+        let mut fallback = v.clone();
+        fallback["model"]["byte_fallback"] = true.into();
+        assert_eq!(
+            load(&fallback).unwrap().encode("漢", Specials::AsText).unwrap_err().exit_code(),
+            3,
+            "no byte tokens"
+        );
+        let vocab = fallback["model"]["vocab"].as_object_mut().unwrap();
+        for b in 0..=255u32 {
+            vocab.insert(format!("<0x{b:02X}>"), (300 + b).into());
+        }
+        assert_eq!(
+            load(&fallback).unwrap().encode("漢", Specials::AsText).unwrap(),
+            [0xe6, 0xbc, 0xa2].map(|b| 300 + b)
+        );
+        // Bytes that have no token.
+        let mut gap = byte_level();
+        gap["model"]["vocab"].as_object_mut().unwrap().remove("Q");
+        let gap = load(&gap).unwrap();
+        assert_eq!(gap.encode("abc", Specials::AsText).unwrap().len(), 3);
+        assert!(gap.encode("aQ", Specials::AsText).unwrap_err().to_string().contains("1 of them, the first 'Q'"));
+        assert_eq!(load(&byte_level()).unwrap().encode("Q漢", Specials::AsText).unwrap().len(), 4);
     }
 
     #[test]

@@ -1,12 +1,11 @@
 //! Rounding to nearest, tensor by tensor: each is read, rounded, written and dropped, so that memory does not grow with the model.
 //! Not the folder and its proof (dsq-checkpoint), not the arithmetic (dsq-quant, by way of dsq-kernels).
 
-use super::{
-    Args, Layer, default_dtype, float_names, float_outline, float_tensor, source_name, stored_type, workers,
-};
+use super::{Args, Layer, default_dtype, float_names, float_outline, float_tensor, source_name, stored_type, workers};
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord, Workers, export_stream,
+    Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord, Workers,
+    export_stream,
 };
 use dsq_quant::{QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use std::borrow::Cow;
