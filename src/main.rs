@@ -11,6 +11,7 @@ mod overlap;
 mod pictures;
 mod plan;
 mod plot;
+mod proof_logits;
 mod recipe;
 mod regress;
 mod size;

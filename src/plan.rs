@@ -118,7 +118,7 @@ pub fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<f64, E> {
 
 /// Bytes of memory that this process can still take: what the system has available, its control group and its own limit leave.
 /// `None` where nothing tells.
-fn available_memory() -> Option<u64> {
+pub fn available_memory() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let line = |text: &str, key: &str| -> Option<u64> {
         let rest = text.lines().find_map(|l| l.strip_prefix(key))?;

@@ -7,10 +7,10 @@ mod onnx;
 
 use super::quantize::{float_outline, float_tensor};
 use crate::plan::{self, Plan};
-use crate::{Global, error::CliError, output, size::Size};
+use crate::{Global, error::CliError, output, proof_logits, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderTarget, FolderWriter, GgufType, ModelConfig, Outline,
-    Proof, Workers, check_output, export_stream, folder_bytes, printable,
+    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderTarget, FolderWriter, GgufType, Judge, ModelConfig,
+    Outline, Proof, Workers, check_output, export_stream, folder_bytes, printable,
 };
 use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
 use layers::{Layers, Survey};
@@ -139,6 +139,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if let Some(scheme) = scheme.as_mut().filter(|_| has_grids) {
         scheme.kv_cache = ckpt.kv_cache();
     }
+    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
     let target = FolderTarget {
         format: format.unwrap_or_default(),
         out: &args.out,
@@ -148,6 +149,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         again: false,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers,
+        judge: Some(Judge(&judge)),
     };
     if args.plan {
         let disk = folder_bytes(&target, &outlines)? + aux.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
@@ -296,6 +298,7 @@ fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize, inputs: u
         let row = json!({"name": "model", "bits_per_weight": proof.model_bits_per_weight, "bytes": size});
         let mut object = json!({"out": args.out, "bytes": proof.bytes, "rows": [row]});
         add_dropped(&mut object, dropped, inputs);
+        object["logits"] = proof_logits::brief(proof);
         output::line(object.to_string());
         return;
     }
@@ -319,4 +322,5 @@ fn report(args: &Args, global: &Global, proof: &Proof, dropped: usize, inputs: u
         ));
     }
     output::line("proof: every tensor was read back equal (dsq-proof.json)");
+    proof_logits::tell(proof);
 }

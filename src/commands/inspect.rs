@@ -1,6 +1,6 @@
 //! `dsq inspect`: what is in a model, how it is quantized, what it really costs a weight, and every fault found.
 
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, output, proof_logits};
 use dsq_checkpoint::{
     Checkpoint, Fault, LinearWeight, LlamaConfig, ModelConfig, OnnxFile, OnnxTensor, RopeScaling, Severity, printable,
 };
@@ -14,6 +14,12 @@ use std::path::PathBuf;
 pub struct Args {
     /// A Hugging Face folder, a GGUF file, an EfficientNet-Lite0 as a PyTorch file, or an ONNX file (`*.onnx`).
     model: PathBuf,
+    /// Run the model on the prompts of its proof too, and compare the logits.
+    #[arg(long)]
+    verify: bool,
+    /// With --verify: the model that it was made from, whose tensors and logits are compared with the proof.
+    #[arg(long, value_name = "MODEL", requires = "verify")]
+    source: Option<PathBuf>,
 }
 
 /// One weight: a stored tensor, or the parts of a quantized module taken together.
@@ -41,12 +47,21 @@ fn bits(bytes: u64, weights: u64) -> f64 {
 /// Runs the command. Exit code 1 when a fault above a note was found.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if args.model.extension().is_some_and(|e| e == "onnx") {
+        if args.verify {
+            let problem = "dsq does not run ONNX files; expected no such option, got it";
+            return Err(CliError::usage(format!("--verify: {problem}"))
+                .with_hint("without it the file is compared with its proof"));
+        }
         return onnx(&args, global);
     }
     let ckpt = Checkpoint::open(&args.model)?;
+    let source = args.source.as_deref().map(Checkpoint::open).transpose()?;
     let rows = rows(&ckpt)?;
     let mut faults = ckpt.faults();
     faults.extend(ckpt.missing_files());
+    if args.verify {
+        faults.extend(proof_logits::verify(&ckpt, source.as_ref(), global.threads())?);
+    }
     let kinds = kinds(&rows);
     if global.json {
         let mut model = json!({"model": args.model, "config": ckpt.config().to_json()});

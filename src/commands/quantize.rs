@@ -12,10 +12,10 @@ mod stream;
 
 use calibrated::{Calibrated, Text};
 
-use crate::{Global, error::CliError, output, size::Size};
+use crate::{Global, error::CliError, output, proof_logits, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, LinearSpec, ModelConfig, Outline, Proof,
-    SourceRecord, Workers, check_groups, check_output, export_layers, printable,
+    Checkpoint, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, Judge, LinearSpec, ModelConfig, Outline,
+    Proof, SourceRecord, Workers, check_groups, check_output, export_layers, printable,
 };
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::ptq::{Fit, Journal};
@@ -214,6 +214,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if let Some(mixed) = &mixed {
         aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));
     }
+    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
     let target = FolderTarget {
         format: FolderFormat::CompressedTensors,
         out: &args.out,
@@ -223,6 +224,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         again,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers: Workers::new(global.threads()),
+        judge: Some(Judge(&judge)),
     };
     let mut notes;
     let (degenerate, fits);
@@ -606,6 +608,7 @@ fn report(
             "model_bits_per_weight": proof.model_bits_per_weight,
             "bytes": proof.bytes,
             "degenerate_groups": degenerate,
+            "logits": proof_logits::brief(proof),
         });
         for (key, value) in about {
             if let Some(value) = value {
@@ -635,4 +638,5 @@ fn report(
         output::line(format!("note: {}: {groups} groups hold nothing (all but zero)", printable(module)));
     }
     output::line("proof: every code, scale, zero point and copied tensor was read back equal (dsq-proof.json)");
+    proof_logits::tell(proof);
 }

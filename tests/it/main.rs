@@ -17,6 +17,7 @@ mod parity_architectures;
 mod parity_cnn;
 mod parity_llama;
 mod parity_tokens;
+mod proof_logits;
 mod ptq;
 mod ptq_options;
 mod regress;

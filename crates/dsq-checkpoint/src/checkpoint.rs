@@ -10,7 +10,7 @@ use crate::packed::{DiskFormat, StoredZeros, expected_tensors, unpack, unpack_co
 use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::read_at;
-use crate::tensor::{extend_floats, floats_from_bytes};
+use crate::tensor::{extend_floats, float_bytes, floats_from_bytes};
 use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
 use dsq_quant::{FloatType, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
@@ -254,6 +254,14 @@ impl Checkpoint {
             Source::Pytorch(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
             Source::Gguf(g) => g.sha256(name),
         }
+    }
+
+    /// SHA-256 of a tensor's values as f32, little endian, in hex.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`].
+    pub fn sha256_as_f32(&self, name: &str) -> Result<String, CheckpointError> {
+        Ok(hex_sha256(&float_bytes(&self.read_f32(name)?, FloatType::F32)))
     }
 
     /// Whether this is a GGUF file.

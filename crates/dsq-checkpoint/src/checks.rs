@@ -15,7 +15,7 @@ use crate::{
 use dsq_quant::{InputGrid, Mapping};
 use serde_json::Value;
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// How many problems an error lists.
 const LISTED: usize = 10;
@@ -302,11 +302,17 @@ fn nearest(ckpt: &Checkpoint, wanted: &str) -> Option<String> {
     scored.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(score, _)| *score > 0.9).map(|(_, n)| n)
 }
 
+impl Checkpoint {
+    /// Where the proof of an export lies: in the folder, or beside the file.
+    pub fn proof_file(&self) -> PathBuf {
+        self.gguf().map_or_else(|| self.path().join(PROOF_FILE), |g| proof_path(g.path()))
+    }
+}
+
 /// Compares a folder or a GGUF file with the proof that its export wrote beside it, if there is one: a changed tensor is an error, a
 /// changed file a warning (people edit those). A proof that cannot be read is a warning.
 fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
-    let gguf = ckpt.gguf();
-    let file = gguf.map_or_else(|| ckpt.path().join(PROOF_FILE), |g| proof_path(g.path()));
+    let (gguf, file) = (ckpt.gguf(), ckpt.proof_file());
     if file.symlink_metadata().is_err() {
         return Vec::new();
     }

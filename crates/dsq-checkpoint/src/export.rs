@@ -6,7 +6,7 @@ mod outline;
 mod stream;
 
 pub use outline::Outline;
-pub use stream::{FolderTarget, export_stream, folder_bytes};
+pub use stream::{FolderTarget, Judge, export_stream, folder_bytes};
 
 use crate::checkpoint::hex_sha256;
 use crate::columns::{self, FolderFormat};
@@ -257,6 +257,9 @@ pub struct Proof {
     pub tensors: Vec<TensorProof>,
     /// SHA-256 of every other file of the folder.
     pub files: BTreeMap<String, String>,
+    /// How far its logits are from the source's on fixed prompts, where both were run (see [`Judge`]).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logits: Option<serde_json::Value>,
 }
 
 impl Proof {
@@ -332,7 +335,8 @@ pub fn export_folder_as(
     overwrite: bool,
 ) -> Result<Proof, CheckpointError> {
     let workers = Workers::new(1);
-    let target = FolderTarget { format, out, config, scheme, overwrite, again: false, max_shard: None, workers };
+    let (again, max_shard, judge) = (false, None, None);
+    let target = FolderTarget { format, out, config, scheme, overwrite, again, max_shard, workers, judge };
     export_layers(&target, layers, aux)
 }
 

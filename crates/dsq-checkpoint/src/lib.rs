@@ -33,8 +33,8 @@ pub use config::{
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
-    ExportLoss, ExportTensor, FolderTarget, Outline, PROOF_FILE, Proof, SourceRecord, TensorProof, export_folder,
-    export_folder_as, export_layers, export_stream, folder_bytes,
+    ExportLoss, ExportTensor, FolderTarget, Judge, Outline, PROOF_FILE, Proof, SourceRecord, TensorProof,
+    export_folder, export_folder_as, export_layers, export_stream, folder_bytes,
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;

@@ -12,6 +12,7 @@ mod generate;
 mod llama;
 mod rope;
 mod sampler;
+mod streamed;
 mod tokenizer;
 
 pub use cache::KvCache;
@@ -22,4 +23,5 @@ pub use error::RuntimeError;
 pub use generate::{FinishReason, Generated, generate};
 pub use llama::{LlamaRuntime, Logits};
 pub use sampler::{Sampler, Sampling};
+pub use streamed::{streamed_bytes, streamed_logits};
 pub use tokenizer::{Specials, StreamDecoder, TextTokenizer};

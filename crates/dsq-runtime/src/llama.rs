@@ -18,7 +18,7 @@ use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
 /// Tokens of a prompt that go through the layers together: the activations of a chunk stay in the cache.
-const PREFILL: usize = 192;
+pub(crate) const PREFILL: usize = 192;
 
 /// Which positions' logits a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,9 +30,9 @@ pub enum Logits {
 }
 
 #[derive(Debug)]
-struct Layer {
+pub(crate) struct Layer {
     input_norm: Vec<f32>,
-    attention: Attention,
+    pub(crate) attention: Attention,
     post_norm: Vec<f32>,
     feed_forward: FeedForward,
 }
@@ -178,18 +178,10 @@ impl LlamaRuntime {
         let KvCache { layers, rope, scratch, .. } = cache;
         let f = self.widest;
         scratch.resize(m, [h, h, q, k, v, mixed, f, f, f]);
-        for (&id, row) in tokens.iter().zip(scratch.hidden.chunks_exact_mut(h)) {
-            self.embedding.row(id as usize, row);
-        }
+        embed(&self.embedding, tokens, &mut scratch.hidden);
         let mut out = vec![0.0; m * h];
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
-            rms_norm(&scratch.hidden, &layer.input_norm, c.rms_norm_eps, &mut scratch.normed);
-            layer.attention.run(c, i, past, kv, rope, scratch)?;
-            let Scratch { hidden, normed, gate, up, ffn, .. } = scratch;
-            add(hidden, normed);
-            rms_norm(hidden, &layer.post_norm, c.rms_norm_eps, normed);
-            layer.feed_forward.run(normed, m, &mut Room { gate, up, ffn }, &mut out);
-            add(hidden, &out);
+            layer.run(c, i, past, kv, rope, scratch, &mut out)?;
         }
         Ok(())
     }
@@ -199,14 +191,8 @@ impl LlamaRuntime {
         if rows == 0 {
             return;
         }
-        let h = self.config.hidden_size;
-        let from = scratch.hidden.len() - rows * h;
-        let normed = &mut scratch.normed[..rows * h];
-        rms_norm(&scratch.hidden[from..], &self.final_norm, self.config.rms_norm_eps, normed);
-        quantize_rows(normed, h, &self.head_input);
-        let at = out.len();
-        out.resize(at + rows * self.config.vocab_size, 0.0);
-        self.head.as_ref().unwrap_or(&self.embedding).matmul(normed, rows, &mut out[at..]);
+        let head = self.head.as_ref().unwrap_or(&self.embedding);
+        Head { norm: &self.final_norm, matrix: head, input: &self.head_input }.run(&self.config, rows, scratch, out);
     }
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
@@ -261,7 +247,62 @@ impl LlamaRuntime {
     }
 }
 
-fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
+/// Rows of the embedding, one for each token.
+pub(crate) fn embed(embedding: &Linear, tokens: &[u32], hidden: &mut [f32]) {
+    for (&id, row) in tokens.iter().zip(hidden.chunks_exact_mut((hidden.len() / tokens.len().max(1)).max(1))) {
+        embedding.row(id as usize, row);
+    }
+}
+
+impl Layer {
+    /// Takes the residual stream `scratch.hidden [m, d]` through the layer; `out` is room of its size.
+    ///
+    /// # Errors
+    /// As [`Attention::run`].
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn run(
+        &self,
+        c: &LlamaConfig,
+        i: usize,
+        past: usize,
+        kv: &mut LayerCache,
+        rope: &RopeTable,
+        scratch: &mut Scratch,
+        out: &mut [f32],
+    ) -> Result<(), RuntimeError> {
+        rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
+        self.attention.run(c, i, past, kv, rope, scratch)?;
+        let Scratch { hidden, normed, gate, up, ffn, .. } = scratch;
+        add(hidden, normed);
+        rms_norm(hidden, &self.post_norm, c.rms_norm_eps, normed);
+        self.feed_forward.run(normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn }, out);
+        add(hidden, out);
+        Ok(())
+    }
+}
+
+/// What comes after the last layer.
+pub(crate) struct Head<'a> {
+    pub(crate) norm: &'a [f32],
+    pub(crate) matrix: &'a Linear,
+    pub(crate) input: &'a Option<InputGrid>,
+}
+
+impl Head<'_> {
+    /// Appends the logits of the last `rows` tokens in `scratch.hidden`.
+    pub(crate) fn run(&self, c: &LlamaConfig, rows: usize, scratch: &mut Scratch, out: &mut Vec<f32>) {
+        let h = c.hidden_size;
+        let from = scratch.hidden.len() - rows * h;
+        let normed = &mut scratch.normed[..rows * h];
+        rms_norm(&scratch.hidden[from..], self.norm, c.rms_norm_eps, normed);
+        quantize_rows(normed, h, self.input);
+        let at = out.len();
+        out.resize(at + rows * c.vocab_size, 0.0);
+        self.matrix.matmul(normed, rows, &mut out[at..]);
+    }
+}
+
+pub(crate) fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
     match model.config() {
         ModelConfig::Llama(config) => Ok(config),
         ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => Err(RuntimeError::Model {
@@ -285,7 +326,7 @@ pub(crate) fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>)
     }
 }
 
-fn layer(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Layer, RuntimeError> {
+pub(crate) fn layer(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Layer, RuntimeError> {
     let part = Part { model, layer: i };
     Ok(Layer {
         input_norm: part.floats("input_layernorm.weight")?,

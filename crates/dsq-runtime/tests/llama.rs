@@ -2,7 +2,7 @@
 
 use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, ModelConfig, export_folder};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
-use dsq_runtime::{FinishReason, LlamaRuntime, Logits, Sampler, Sampling, generate};
+use dsq_runtime::{FinishReason, LlamaRuntime, Logits, Sampler, Sampling, generate, streamed_logits};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -254,6 +254,32 @@ fn export_pair(name: &str, args: QuantArgs) -> (tempfile::TempDir, LlamaRuntime,
     let [packed, float] =
         ["packed", "float"].map(|d| LlamaRuntime::load(&Checkpoint::open(&dir.path().join(d)).unwrap(), 2).unwrap());
     (dir, packed, float)
+}
+
+#[test]
+fn layers_read_one_by_one_give_the_same_bits() {
+    let check = |model: &Checkpoint, sequences: &[Vec<u32>]| {
+        let runtime = LlamaRuntime::load(model, 2).unwrap();
+        for threads in [1, 3] {
+            let streamed = streamed_logits(model, sequences, threads).unwrap();
+            for (ids, logits) in sequences.iter().zip(&streamed) {
+                let mut cache = runtime.new_cache(ids.len()).unwrap();
+                let whole = runtime.forward(ids, &mut cache, Logits::All).unwrap();
+                assert!(whole.iter().map(|x| x.to_bits()).eq(logits.iter().map(|x| x.to_bits())), "{:?}", model.path());
+            }
+        }
+    };
+    for name in ALL {
+        check(&Checkpoint::open(&golden(name)).unwrap(), &prompts(name));
+        let (dir, ..) = export_pair(name, QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16));
+        check(&Checkpoint::open(&dir.path().join("packed")).unwrap(), &prompts(name));
+    }
+    let model = Checkpoint::open(&golden("llama_tiny")).unwrap();
+    let limit = LlamaRuntime::context_of(&model).unwrap();
+    for (wrong, word) in [(vec![], "at least one"), (vec![1 << 20], "below"), (vec![1; limit + 1], "at most")] {
+        let e = streamed_logits(&model, &[vec![1, 2], wrong], 1).unwrap_err();
+        assert!(e.to_string().contains(word), "{e}");
+    }
 }
 
 #[test]

@@ -64,6 +64,7 @@ impl Run<'_> {
             again: false,
             max_shard: self.args.max_shard_size.map(|s| s.0),
             workers: Workers::new(1),
+            judge: None,
         };
         let aux: usize = self.ckpt.aux_files()?.iter().map(|(_, bytes)| bytes.len()).sum();
         let folder = folder_bytes(&target, outlines)? + aux as u64;

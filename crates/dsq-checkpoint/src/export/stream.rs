@@ -45,6 +45,18 @@ pub struct FolderTarget<'a> {
     pub max_shard: Option<u64>,
     /// How many tensors are in flight.
     pub workers: Workers,
+    /// Asked before the folder gets its name.
+    pub judge: Option<Judge<'a>>,
+}
+
+/// What is to be said of the model in a folder that was written and re-read, by one who can run it: it goes into the proof.
+#[derive(Clone, Copy)]
+pub struct Judge<'a>(pub &'a (dyn Fn(&Checkpoint) -> serde_json::Value + Sync));
+
+impl std::fmt::Debug for Judge<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Judge")
+    }
 }
 
 /// Makes the tensor of an outline.
@@ -307,7 +319,11 @@ impl<'a> Session<'a> {
         }
         let (became, source, matrix) = match layer {
             ExportTensor::Float { dtype: FloatType::F32, .. } | ExportTensor::Copy { .. } => ("copied", None, None),
-            ExportTensor::Float { .. } => ("converted", None, None),
+            ExportTensor::Float { data, dtype, .. } => {
+                let hash = hex_sha256(&float_bytes(data, FloatType::F32));
+                let rounded: Vec<f32> = data.iter().map(|&x| dtype.round(x)).collect();
+                ("converted", Some(SourceRecord::with_values(hash, "F32".into(), data, &rounded)), None)
+            }
             ExportTensor::Rescaled { source, .. } => ("rescaled", Some(source.clone()), None),
             ExportTensor::Linear { matrix, activation, source, .. } => {
                 let became = match source {
@@ -383,6 +399,7 @@ impl<'a> Session<'a> {
             bytes,
             tensors,
             files: self.files.iter().map(|(n, b)| (n.clone(), hex_sha256(b))).collect(),
+            logits: self.target.judge.map(|judge| judge.0(&ckpt)),
         })
     }
 
@@ -497,6 +514,7 @@ mod tests {
             again: false,
             max_shard: None,
             workers,
+            judge: None,
         }
     }
 

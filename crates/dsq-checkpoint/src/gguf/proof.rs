@@ -109,6 +109,7 @@ pub(super) fn prove(
         bytes,
         tensors,
         files: BTreeMap::from([(String::new(), file.sha256_of_file()?)]),
+        logits: None,
     })
 }
 

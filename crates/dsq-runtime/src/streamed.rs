@@ -1,0 +1,122 @@
+//! Logits of a language model that need not fit into memory: a few layers are read, run on all sequences, and dropped. The same
+//! bits as [`crate::LlamaRuntime`] gives. Not generation: every sequence goes through once.
+
+use crate::RuntimeError;
+use crate::attention;
+use crate::cache::Scratch;
+use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config};
+use crate::rope::RopeTable;
+use dsq_checkpoint::{Checkpoint, LlamaConfig};
+use dsq_kernels::Team;
+use rayon::prelude::*;
+
+/// Bytes of layers that are in memory together, unless one alone has more.
+const TOGETHER: u64 = 1 << 30;
+
+/// The logits `[tokens, vocab]` of each of `sequences`, row major.
+///
+/// # Errors
+/// As [`crate::LlamaRuntime::load`] and [`crate::LlamaRuntime::forward`]; a sequence has at most 192 tokens.
+pub fn streamed_logits(
+    model: &Checkpoint,
+    sequences: &[Vec<u32>],
+    threads: usize,
+) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    let c = llama_config(model)?;
+    check(c, sequences)?;
+    let refused = |e: &dyn std::fmt::Display| RuntimeError::Model {
+        file: model.path().display().to_string(),
+        problem: format!("cannot start {threads} threads: {e}"),
+    };
+    let team = Team::new(threads).map_err(|e| refused(&e))?;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build().map_err(|e| refused(&e))?;
+
+    let [q, k, v, mixed] = attention::widths(c);
+    let (h, f) = (c.hidden_size, (0..c.num_hidden_layers).map(|i| c.widest_block(i)).max().unwrap_or(0));
+    let embedding = linear(model, "model.embed_tokens")?;
+    let mut runs: Vec<(Scratch, RopeTable)> = Vec::with_capacity(sequences.len());
+    for tokens in sequences {
+        let mut scratch = Scratch::default();
+        scratch.resize(tokens.len(), [h, h, q, k, v, mixed, f, f, f]);
+        embed(&embedding, tokens, &mut scratch.hidden);
+        runs.push((scratch, RopeTable::new(tokens.len(), &c.rotary())));
+    }
+    let tied = c.tie_word_embeddings && !model.is_quantized("lm_head");
+    let embedding = Some(embedding).filter(|_| tied);
+
+    let together = (TOGETHER / layer_bytes(model).max(1)).clamp(1, threads.max(1) as u64) as usize;
+    for first in (0..c.num_hidden_layers).step_by(together) {
+        let numbers = first..(first + together).min(c.num_hidden_layers);
+        let layers = pool
+            .install(|| numbers.clone().into_par_iter().map(|i| layer(model, c, i)).collect::<Result<Vec<_>, _>>())?;
+        team.enter(|| -> Result<(), RuntimeError> {
+            for (i, layer) in numbers.zip(&layers) {
+                for (scratch, rope) in &mut runs {
+                    let mut cache = attention::new_cache(c, &layer.attention, scratch.hidden.len() / h);
+                    let mut out = vec![0.0; scratch.hidden.len()];
+                    layer.run(c, i, 0, &mut cache, rope, scratch, &mut out)?;
+                }
+            }
+            Ok(())
+        })?;
+    }
+    let head = match embedding {
+        Some(embedding) => embedding,
+        None => linear(model, "lm_head")?,
+    };
+    let (norm, input) = (model.read_f32("model.norm.weight")?, model.input_grid("lm_head")?);
+    let head = Head { norm: &norm, matrix: &head, input: &input };
+    Ok(team.enter(|| {
+        let logits = |(scratch, _): &mut (Scratch, RopeTable)| {
+            let mut out = Vec::new();
+            head.run(c, scratch.hidden.len() / h, scratch, &mut out);
+            out
+        };
+        runs.iter_mut().map(logits).collect()
+    }))
+}
+
+/// Bytes that [`streamed_logits`] holds at most, the logits not counted: layers as they are stored (those of a GGUF file in f32) and
+/// one matrix in f32 for each thread, or the embedding and the head.
+pub fn streamed_bytes(model: &Checkpoint, threads: usize) -> u64 {
+    let values = |shape: &[usize]| shape.iter().map(|&d| d as u64).product::<u64>();
+    let linears = model.config().linears();
+    let largest = linears.iter().map(|l| values(&l.shape)).max().unwrap_or(0);
+    let layer = layer_bytes(model);
+    let together = (TOGETHER / layer.max(1)).clamp(1, threads.max(1) as u64);
+    let info = |name: &str| model.info(name).map_or(0, |i| 4 * values(&i.shape));
+    let ends = info("model.embed_tokens.weight").max(info("lm_head.weight"));
+    // What is read, its values, and what kernels want.
+    (together * (layer + 12 * largest)).max(3 * ends) + ends
+}
+
+/// Bytes of the largest layer.
+fn layer_bytes(model: &Checkpoint) -> u64 {
+    let mut layers = std::collections::BTreeMap::new();
+    for name in model.names() {
+        let number = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        if let (Some(number), Some(info)) = (number, model.info(&name)) {
+            let bytes = if model.is_gguf() { 4 * info.shape.iter().product::<usize>() as u64 } else { info.bytes };
+            *layers.entry(number).or_insert(0) += bytes;
+        }
+    }
+    layers.into_values().max().unwrap_or(0)
+}
+
+fn check(c: &LlamaConfig, sequences: &[Vec<u32>]) -> Result<(), RuntimeError> {
+    let limit = PREFILL.min(c.max_position_embeddings);
+    for tokens in sequences {
+        if tokens.is_empty() {
+            return Err(RuntimeError::Input { what: "tokens", problem: "expected at least one, got none".into() });
+        }
+        if tokens.len() > limit {
+            let of = "positions of a sequence that goes through once";
+            return Err(RuntimeError::TooLong { what: "tokens", limit, of, got: tokens.len() });
+        }
+        if let Some(id) = tokens.iter().find(|&&id| id as usize >= c.vocab_size) {
+            let problem = format!("expected ids below the vocabulary's {} rows, got {id}", c.vocab_size);
+            return Err(RuntimeError::Input { what: "tokens", problem });
+        }
+    }
+    Ok(())
+}
