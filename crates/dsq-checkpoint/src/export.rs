@@ -125,6 +125,11 @@ impl SourceRecord {
         Self::with_values(hex_sha256(&float_bytes(w, FloatType::F32)), "F32".into(), w, &matrix.dequantize())
     }
 
+    /// The record of `w`, what the codes of a source stand for, of which `values` is what the new codes stand for (rescaling undone).
+    pub fn of_codes(w: &[f32], values: &[f32]) -> Self {
+        Self::with_values(hex_sha256(&float_bytes(w, FloatType::F32)), CODES.into(), w, values)
+    }
+
     /// The record of weights `w` with these stored bytes' hash and type, of which `values` is what the stored tensors stand
     /// for (rescaling undone).
     pub fn with_values(sha256: String, dtype: String, w: &[f32], values: &[f32]) -> Self {
