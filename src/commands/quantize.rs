@@ -18,8 +18,8 @@ use stream::{Layers, Output};
 
 use crate::{Global, error::CliError, output, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, LinearSpec, ModelConfig,
-    Outline, Proof, SourceRecord, Workers, check_groups, check_output, printable,
+    Checkpoint, CheckpointError, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, LinearSpec,
+    ModelConfig, Outline, Proof, SourceRecord, Workers, check_groups, check_output, printable,
 };
 use dsq_quant::{
     FloatType, Granularity, Mapping, Pattern, QParams, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix,

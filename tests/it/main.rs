@@ -20,5 +20,6 @@ mod parity_tokens;
 mod ptq;
 mod ptq_options;
 mod regress;
+mod requantize;
 mod signals;
 mod size;

@@ -19,12 +19,7 @@ pub(super) struct Floats<'a> {
 
 impl<'a> Floats<'a> {
     /// All but what is `quantized` or `changed`.
-    pub(super) fn new(
-        args: &Args,
-        ckpt: &'a Checkpoint,
-        quantized: &[LinearSpec],
-        changed: &[ExportTensor],
-    ) -> Self {
+    pub(super) fn new(args: &Args, ckpt: &'a Checkpoint, quantized: &[LinearSpec], changed: &[ExportTensor]) -> Self {
         let mut done: HashSet<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
         done.extend(changed.iter().filter_map(|t| match t {
             ExportTensor::Rescaled { name, .. } => Some(name.clone()),

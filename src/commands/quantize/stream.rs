@@ -197,8 +197,7 @@ impl<'a> Rounding<'a> {
             None => self.pool.install(|| dsq_kernels::quantize::quantize(data, n, k, args)),
             global => QuantizedMatrix::quantize_under(data, n, k, args, global),
         };
-        let matrix =
-            matrix.map_err(|e| CliError::from(CheckpointError::quant(&self.args.model, &weight.name, e)))?;
+        let matrix = matrix.map_err(|e| CliError::from(CheckpointError::quant(&self.args.model, &weight.name, e)))?;
         Ok((weight, matrix))
     }
 }

@@ -204,8 +204,9 @@ impl Journal {
 
 /// The version and what the run was started with.
 fn read_head(path: &Path) -> Result<Value, TrainError> {
-    let text = fs::read_to_string(path).map_err(TrainError::io(path, "read"))?;
-    let old: Head = serde_json::from_str(&text).map_err(|e| damaged(path, "damaged", format!("not a journal: {e}")))?;
+    let text = fs::read(path).map_err(TrainError::io(path, "read"))?;
+    let old: Head =
+        serde_json::from_slice(&text).map_err(|e| damaged(path, "damaged", format!("not a journal: {e}")))?;
     if old.format != FORMAT {
         return Err(damaged(path, "format", format!("expected {FORMAT}, got {}", old.format)));
     }
@@ -280,7 +281,9 @@ fn is_block(name: &str) -> bool {
 
 /// Whether a folder has nothing in it but what a journal has.
 fn ours_only(dir: &Path) -> bool {
-    let ours = |name: &str| ["run.lock", STATE, END, SEARCH, CACHE, WRITING].contains(&name) || is_block(name) || is_temporary(name);
+    let ours = |name: &str| {
+        ["run.lock", STATE, END, SEARCH, CACHE, WRITING].contains(&name) || is_block(name) || is_temporary(name)
+    };
     fs::read_dir(dir).is_ok_and(|mut d| d.all(|e| e.is_ok_and(|e| ours(&e.file_name().to_string_lossy()))))
 }
 

@@ -73,7 +73,8 @@ impl Sealed {
         let mut names: Vec<String> = file.names().filter(|n| *n != SUMS).map(str::to_owned).collect();
         names.sort();
         if sums.len() != 32 * names.len() {
-            let problem = format!("expected {} bytes for {} tensors, got {}", 32 * names.len(), names.len(), sums.len());
+            let problem =
+                format!("expected {} bytes for {} tensors, got {}", 32 * names.len(), names.len(), sums.len());
             return Err(damaged(path, SUMS, problem));
         }
         Ok(Self { file, names, sums })
@@ -100,7 +101,11 @@ impl Sealed {
         let (want, got) = (&self.sums[32 * at..32 * at + 32], digest(name, dtype, &info.shape, &bytes));
         if *want != got {
             let hex = |b: &[u8]| b.iter().map(|b| format!("{b:02x}")).collect::<String>();
-            return Err(damaged(self.path(), name, format!("damaged: expected SHA-256 {}, got {}", hex(want), hex(&got))));
+            return Err(damaged(
+                self.path(),
+                name,
+                format!("damaged: expected SHA-256 {}, got {}", hex(want), hex(&got)),
+            ));
         }
         Ok(bytes)
     }
@@ -141,9 +146,8 @@ mod tests {
         let path = dir.path().join("x.safetensors");
         let data = vec![1.5, -0.0, f32::NAN, f32::MIN_POSITIVE / 2.0];
         let i32s = TensorData::I32 { shape: vec![3], data: vec![1, -2, 3] };
-        let tensors = || {
-            vec![floats("b".into(), vec![2, 2], data.clone()), NamedTensor { name: "a".into(), data: i32s.clone() }]
-        };
+        let tensors =
+            || vec![floats("b".into(), vec![2, 2], data.clone()), NamedTensor { name: "a".into(), data: i32s.clone() }];
         write(&path, tensors(), &vec!["one", "two"]).unwrap();
         let open = || Sealed::open(&path).and_then(|f| f.verify().map(|()| f));
         let read = |f: &Sealed| {
