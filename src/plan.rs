@@ -3,9 +3,10 @@
 
 use crate::{Global, error::CliError, output, size::shown};
 use dsq_checkpoint::{CheckpointError, Outline, Workers, check_room, free_space, printable};
-use serde_json::json;
+use dsq_train::ptq::Found;
+use serde_json::{Value, json};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Memory that every command takes beside its tensors: the program, its threads, headers, the proof, small files.
@@ -23,6 +24,48 @@ pub struct Plan {
     pub seconds: f64,
     /// What the time was estimated from.
     pub measured: String,
+    /// The journal of an interrupted run of the same output.
+    pub journal: Option<JournalThere>,
+}
+
+/// A journal that lies there.
+pub struct JournalThere {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Blocks of the model.
+    pub of: usize,
+    /// What is in it.
+    pub found: Found,
+}
+
+impl JournalThere {
+    fn blocks(&self) -> usize {
+        self.found.blocks.min(self.of)
+    }
+
+    fn fits(&self) -> bool {
+        self.found.differences.is_empty()
+    }
+
+    fn about(&self) -> Value {
+        json!({
+            "path": self.path,
+            "blocks": self.blocks(),
+            "of": self.of,
+            "bytes": self.found.bytes,
+            "fits": self.fits(),
+            "differences": self.found.differences,
+        })
+    }
+
+    fn told(&self) -> String {
+        let at = printable(&self.path.to_string_lossy());
+        let done = format!("{} of {} blocks are done", self.blocks(), self.of);
+        match self.fits() {
+            true => format!("journal: {at}: {done}; --resume goes on with it, where the weights are the same too"),
+            false => format!("journal: {at}: {done}, of another run: {}", self.found.differences.join("; ")),
+        }
+    }
 }
 
 impl Plan {
@@ -39,7 +82,7 @@ impl Plan {
         }
         check_room(out, self.disk)?;
         if global.json {
-            let plan = json!({
+            let mut plan = json!({
                 "memory_bytes": self.memory,
                 "memory_available": memory,
                 "disk_bytes": self.disk,
@@ -47,6 +90,9 @@ impl Plan {
                 "seconds": self.seconds,
                 "measured": self.measured,
             });
+            if let Some(journal) = &self.journal {
+                plan["journal"] = journal.about();
+            }
             output::line(json!({"out": out, "plan": plan}).to_string());
             return Ok(0);
         }
@@ -57,6 +103,9 @@ impl Plan {
         output::line(format!("memory: at most {} ({})", shown(self.memory), of(memory)));
         output::line(format!("disk:   at most {} ({})", shown(self.disk), of(disk)));
         output::line(format!("time:   about {} ({})", duration(self.seconds), self.measured));
+        if let Some(journal) = &self.journal {
+            output::line(journal.told());
+        }
         Ok(0)
     }
 }

@@ -13,6 +13,7 @@ use dsq_checkpoint::{
     Outline, Proof, Workers, check_output, export_stream, folder_bytes, printable,
 };
 use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
+pub(super) use layers::packed_names;
 use layers::{Layers, Survey};
 use serde_json::json;
 use std::borrow::Cow;
@@ -195,7 +196,7 @@ fn folder_plan(
         seconds += 2.0 * took * all as f64 / values.max(1) as f64 / workers.threads.max(1) as f64;
         measured = format!("a layer of {values} weights is made in {:.0} ms, {measured}", 1e3 * took);
     }
-    Ok(Plan { memory, disk, seconds, measured })
+    Ok(Plan { memory, disk, seconds, measured, journal: None })
 }
 
 /// Refuses, or with `--requantize` tells, that the blocks of a GGUF file do not become codes without loss.

@@ -3,6 +3,7 @@
 //! dsq-checkpoint's.
 
 mod calibrated;
+mod floats;
 mod images;
 mod journal;
 mod kv_cache;
@@ -10,23 +11,29 @@ mod mixed;
 mod plan;
 mod stream;
 
-use calibrated::{Calibrated, Text};
+use calibrated::Calibrated;
+use floats::Floats;
+use plan::Run;
+use stream::{Layers, Output};
 
 use crate::{Global, error::CliError, output, proof_logits, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, Judge, LinearSpec, ModelConfig, Outline,
-    Proof, SourceRecord, Workers, check_groups, check_output, export_layers, printable,
+    Checkpoint, CheckpointError, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, Judge, LinearSpec,
+    ModelConfig, Outline, Proof, SourceRecord, Workers, check_groups, check_output, printable,
 };
-use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, Pattern, QParams, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix,
+    WeightObserver,
+};
 use dsq_train::ptq::{Fit, Journal};
 use serde_json::{Value, json};
-use std::collections::HashSet;
 use std::path::PathBuf;
 
 /// Options of `dsq quantize`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder with float weights, a GGUF file, or an EfficientNet-Lite0 as a PyTorch file.
+    /// A Hugging Face folder with float weights (or, with --requantize, with codes), a GGUF file, or an EfficientNet-Lite0 as a
+    /// PyTorch file.
     model: PathBuf,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
@@ -89,6 +96,10 @@ pub struct Args {
     /// [default: one file].
     #[arg(long, value_name = "SIZE")]
     max_shard_size: Option<Size>,
+    /// Take a model that is codes already (compressed-tensors, FP8 of DeepSeek, GPTQ, AWQ, GGUF): the values of its codes are quantized
+    /// anew. The proof says of each layer what became of them.
+    #[arg(long)]
+    requantize: bool,
     /// Replace the output folder if it holds a model.
     #[arg(long)]
     overwrite: bool,
@@ -136,11 +147,28 @@ enum Method {
 /// Weights that share a scale unless something else is said.
 const DEFAULT_GROUP: usize = 64;
 
-/// A layer after quantization, with the groups that carry nothing and how it fits the calibration text.
+/// A layer after quantization, with the number of groups that carry nothing.
 struct Layer {
     tensor: ExportTensor,
     degenerate: usize,
-    fit: Option<Fit>,
+}
+
+impl Layer {
+    /// `weight` became `matrix`, on inputs with the grid `activation`; `source` tells how far its values are.
+    fn new(
+        args: &Args,
+        spec: &LinearSpec,
+        weight: &Weight,
+        matrix: QuantizedMatrix,
+        source: SourceRecord,
+        activation: Option<(QuantArgs, QParams)>,
+    ) -> Result<Self, CliError> {
+        let degenerate = QuantizedMatrix::degenerate_groups(&weight.data, matrix.n, matrix.k, matrix.args)
+            .map_err(|e| CliError::from(CheckpointError::quant(&args.model, &weight.name, e)))?
+            .len();
+        let (module, shape, source) = (spec.module.clone(), spec.shape.clone(), Some(source));
+        Ok(Self { tensor: ExportTensor::Linear { module, shape, matrix, activation, source }, degenerate })
+    }
 }
 
 impl Args {
@@ -172,29 +200,25 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     let mut model = ckpt.config().clone();
     let candidates = mixed::candidates(&args, &ckpt)?;
-    let mut config = quant_config(&args, &ckpt, &mut model, &candidates)?;
+    let config = quant_config(&args, &ckpt, &mut model, &candidates)?;
     check_groups(&args.model, &model, &config)?;
     if let Some(target) = args.calibration.target_bits {
         mixed::check(&args, &model, &config, &candidates, target)?;
     }
     let looks = calibrated::looks_at_text(&args, &config)?;
-    if args.calibration.resume && !looks {
-        let problem = "rounding keeps no journal; expected a method that looks at text, got rtn";
-        return Err(CliError::usage(format!("--resume: {problem}")));
-    }
-    let mut aux = ckpt.aux_files()?;
     let text = match args.calibration.calib() {
         None => None,
         Some(_) => Some(args.calibration.read(&ckpt)?),
     };
     let specs: Vec<LinearSpec> =
         model.linears().into_iter().filter(|l| config.scheme_for(&l.module).is_some()).collect();
-    let run = plan::Run {
+    let run = Run {
         args: &args,
         global,
         ckpt: &ckpt,
         model: &model,
         config: &config,
+        candidates: &candidates,
         specs: &specs,
         text: text.as_ref(),
         looks,
@@ -203,22 +227,50 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return run.plan()?.tell(global, &args.out);
     }
     run.check_room()?;
-    let mut mixed = None;
-    if let (Some(target), Some(text)) = (args.calibration.target_bits, &text) {
-        mixed = Some(mixed::choose(&args, global, &ckpt, &mut config, candidates, text.calibration(), target)?);
+    let journal = text.as_ref().map(|text| journal::open(&run, text)).transpose()?;
+    let made = make(&run, journal.as_ref(), again);
+    match (&made, journal) {
+        // Another try would end the same way: there is nothing to go on with.
+        (Err(e), Some(journal)) if e.code() == 6 => journal.remove()?,
+        (Ok(_), Some(journal)) => journal.remove()?,
+        _ => {}
     }
+    let made = made?;
+    report(&args, global, &made);
+    Ok(0)
+}
 
-    if let Some(text) = &text {
-        aux.push(text.sketch()?);
+/// What a run made.
+struct Made {
+    proof: Proof,
+    degenerate: Vec<(String, usize)>,
+    fits: Vec<(String, Fit)>,
+    notes: Vec<String>,
+    /// For `--json`, by key.
+    about: [(&'static str, Option<Value>); 2],
+}
+
+/// Chooses schemes where there are candidates, quantizes on the text where the run looks at one, else by rounding, finds the scales of
+/// the cache, and writes the folder. `again`: an output that a run with this journal had written may be replaced.
+fn make(run: &Run, journal: Option<&Journal>, again: bool) -> Result<Made, CliError> {
+    let Run { args, global, ckpt, specs, text, looks, .. } = *run;
+    let mut config = run.config.clone();
+    let mut aux = ckpt.aux_files()?;
+    let mut notes = Vec::new();
+    let mut about = text.map(|t| t.about(args));
+    let mut mixed = None;
+    if let (Some(target), Some(text)) = (args.calibration.target_bits, text) {
+        mixed = Some(mixed::choose(run, &mut config, text.calibration(), journal, target)?);
     }
+    aux.extend(text.map(|text| text.sketch()).transpose()?);
     if let Some(mixed) = &mixed {
         aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));
     }
-    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
+    let judge = |exported: &Checkpoint| proof_logits::compare(ckpt, exported, global.threads());
     let target = FolderTarget {
         format: FolderFormat::CompressedTensors,
         out: &args.out,
-        config: &model,
+        config: run.model,
         scheme: Some(&config),
         overwrite: args.overwrite,
         again,
@@ -226,104 +278,37 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         workers: Workers::new(global.threads()),
         judge: Some(Judge(&judge)),
     };
-    let mut notes;
-    let (degenerate, fits);
-    let mut about = text.as_ref().map(|t| t.about(&args));
-    let proof = if !looks && config.kv_cache.is_none() {
-        let (proof, found) = stream::quantize(&args, global, &ckpt, &target, &specs, aux)?;
-        (degenerate, fits, notes) = (found, Vec::new(), Vec::new());
-        proof
-    } else {
-        let journal = match &text {
-            Some(text) if looks => Some(journal::open(&args, global, &ckpt, &config, text)?),
-            _ => None,
-        };
-        let made = Memory { args: &args, global, ckpt: &ckpt, target: &target, specs: &specs, text: text.as_ref() }
-            .quantize(journal.as_ref(), aux, about.as_mut());
-        match (&made, journal) {
-            // Another try would end the same way: there is nothing to go on with.
-            (Err(e), Some(journal)) if e.code() == 6 => journal.remove()?,
-            (Ok(_), Some(journal)) => journal.remove()?,
-            _ => {}
-        }
-        let made = made?;
-        (degenerate, fits, notes) = (made.degenerate, made.fits, made.notes);
-        made.proof
-    };
-    notes.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
-    let mixed = mixed.map(|m| m.about());
-    report(&args, global, &proof, &degenerate, &fits, [("calibration", about), ("mixed_precision", mixed)], notes);
-    Ok(0)
-}
-
-/// A run whose quantized model is in memory before it is written.
-struct Memory<'a> {
-    args: &'a Args,
-    global: &'a Global,
-    ckpt: &'a Checkpoint,
-    target: &'a FolderTarget<'a>,
-    specs: &'a [LinearSpec],
-    text: Option<&'a Text>,
-}
-
-/// What such a run made.
-struct Made {
-    proof: Proof,
-    degenerate: Vec<(String, usize)>,
-    fits: Vec<(String, Fit)>,
-    notes: Vec<String>,
-}
-
-impl Memory<'_> {
-    /// Quantizes on the text where there is a `journal`, else by rounding, and writes the folder. What is told of it goes into `about`.
-    fn quantize(
-        &self,
-        journal: Option<&Journal>,
-        aux: Vec<(String, Vec<u8>)>,
-        mut about: Option<&mut Value>,
-    ) -> Result<Made, CliError> {
-        let Self { args, global, ckpt, target, specs, text } = *self;
-        let Some(config) = target.scheme else { return Err(CliError::new(70, "quantizing without a scheme")) };
-        let mut notes = Vec::new();
-        let (layers, norms, trained) = match (text, journal) {
-            (Some(text), Some(journal)) => {
-                let Calibrated { layers, norms, trained, never_hit } =
-                    calibrated::quantize(args, global, ckpt, config, specs, text, journal)?;
-                if let (false, Some(about)) = (never_hit.is_empty(), about.as_deref_mut()) {
-                    about["experts_never_hit"] = json!(never_hit);
-                }
-                notes.extend(calibrated::never_hit_note(&never_hit));
-                (layers, norms, trained)
+    let layers = match (text, journal) {
+        (Some(text), Some(journal)) if looks => {
+            let found = calibrated::quantize(args, global, ckpt, &config, specs, text, journal)?;
+            if let (false, Some(about)) = (found.never_hit.is_empty(), about.as_mut()) {
+                about["experts_never_hit"] = json!(found.never_hit);
             }
-            _ => (stream::layers(args, global, ckpt, config, specs)?, Vec::new(), None),
-        };
-        if let (Some(trained), Some(about)) = (&trained, about.as_deref_mut().and_then(Value::as_object_mut)) {
-            about.extend(trained.about().as_object().cloned().unwrap_or_default());
+            notes.extend(calibrated::never_hit_note(&found.never_hit));
+            if let (Some(trained), Some(about)) = (&found.trained, about.as_mut().and_then(Value::as_object_mut)) {
+                about.extend(trained.about().as_object().cloned().unwrap_or_default());
+                notes.extend(trained.notes());
+            }
+            Layers::Chosen(found)
         }
-        let degenerate = layers.iter().filter(|l| l.degenerate > 0).map(|l| (module_of(l), l.degenerate)).collect();
-        let fits = layers.iter().filter_map(|l| Some((module_of(l), l.fit?))).collect();
-        let mut tensors: Vec<ExportTensor> = layers.into_iter().map(|l| l.tensor).collect();
-        let floats = float_tensors(args, ckpt, specs, &norms)?;
-        tensors.extend(norms);
-        tensors.extend(floats);
-        notes.extend(trained.iter().flat_map(calibrated::Trained::notes));
-        if let Some(text) = text {
-            let cache = kv_cache::grids(global, target.config, config, &tensors, text)?;
-            notes.extend(kv_cache::note(&cache));
-            kv_cache::tell(&cache, about);
-            tensors.extend(cache);
-        }
-        if let Some(journal) = journal {
-            journal.writing()?;
-        }
-        let proof = export_layers(target, tensors, aux)?;
-        Ok(Made { proof, degenerate, fits, notes })
+        _ => Layers::Rounded(stream::Rounding::new(args, global, ckpt, &config, specs)?, specs),
+    };
+    let output = Output::new(args, global, ckpt, layers);
+    let mut cache = Vec::new();
+    if let Some(text) = text {
+        cache = kv_cache::grids(&output, run.model, &config, text, journal)?;
+        notes.extend(kv_cache::note(&cache));
+        kv_cache::tell(&cache, about.as_mut());
     }
-}
-
-fn module_of(layer: &Layer) -> String {
-    let ExportTensor::Linear { module, .. } = &layer.tensor else { return String::new() };
-    module.clone()
+    if let Some(journal) = journal {
+        journal.writing()?;
+    }
+    let (proof, degenerate) = output.write(&target, cache, aux)?;
+    let fits = output.fits();
+    notes.extend(mixed.as_ref().map(mixed::Mixed::notes).unwrap_or_default());
+    notes.extend(floats::lost_note(ckpt));
+    let about = [("calibration", about), ("mixed_precision", mixed.map(|m| m.about()))];
+    Ok(Made { proof, degenerate, fits, notes, about })
 }
 
 /// The schemes and what they leave alone, checked against the model; unties `model`'s head if it gets a scheme.
@@ -335,13 +320,17 @@ fn quant_config(
     candidates: &[(String, QuantScheme)],
 ) -> Result<QuantConfig, CliError> {
     let at = printable(&args.model.to_string_lossy());
-    if ckpt.quantization().is_some() {
-        return Err(CliError::usage(format!(
-            "{at}: quantization_config: the model is quantized already; expected float weights, got codes"
-        ))
-        .with_hint(
-            "give the float model; `dsq export --format safetensors` writes the values of the codes as floats",
-        ));
+    match (ckpt.quantization().is_some(), args.requantize) {
+        (true, false) => {
+            let problem = "the model is quantized already; expected float weights, got codes";
+            return Err(CliError::usage(format!("{at}: quantization_config: {problem}"))
+                .with_hint("give the float model, or --requantize to quantize the values of the codes anew"));
+        }
+        (false, true) if !ckpt.is_gguf() => {
+            let problem = "expected no such option but for a model that is codes already, got float weights";
+            return Err(CliError::usage(format!("--requantize: {problem}")));
+        }
+        _ => {}
     }
     if !matches!(ckpt.config(), ModelConfig::Llama(_)) {
         return Err(CliError::usage(format!(
@@ -503,7 +492,7 @@ fn source_name(ckpt: &Checkpoint, module: &str) -> String {
     }
 }
 
-/// What is known of the weight of `name`, whose values `w` became `values`.
+/// What is known of the tensor `name`, whose values `w` became `values`.
 fn source_record(ckpt: &Checkpoint, name: &str, w: &[f32], values: &[f32]) -> Result<SourceRecord, CliError> {
     Ok(SourceRecord::with_values(ckpt.sha256(name)?, stored_type(ckpt, name), w, values))
 }
@@ -513,25 +502,29 @@ fn stored_type(ckpt: &Checkpoint, name: &str) -> String {
     ckpt.info(name).map(|i| i.dtype).unwrap_or_default()
 }
 
-/// The names of everything that is neither quantized nor changed.
-fn float_names(ckpt: &Checkpoint, quantized: &[LinearSpec], changed: &[ExportTensor]) -> Vec<String> {
-    let mut done: HashSet<String> = quantized.iter().map(|l| format!("{}.weight", l.module)).collect();
-    done.extend(changed.iter().filter_map(|t| match t {
-        ExportTensor::Rescaled { name, .. } => Some(name.clone()),
-        _ => None,
-    }));
-    ckpt.names().into_iter().filter(|n| !done.contains(n)).collect()
+/// The weight of a layer in the source.
+struct Weight {
+    /// The tensor that it comes from.
+    name: String,
+    /// Values, of codes those that they stand for.
+    data: Vec<f32>,
+    /// Hash and dtype of the tensor, or of the values of codes.
+    stored: (String, String),
 }
 
-/// [`float_names`], copied bit for bit, or converted to --dtype.
-fn float_tensors(
-    args: &Args,
-    ckpt: &Checkpoint,
-    quantized: &[LinearSpec],
-    changed: &[ExportTensor],
-) -> Result<Vec<ExportTensor>, CliError> {
-    let dtype = args.dtype.or(default_dtype(ckpt));
-    float_names(ckpt, quantized, changed).into_iter().map(|name| float_tensor(ckpt, name, dtype)).collect()
+impl Weight {
+    /// `data`: memory for the values, which may have been another's.
+    fn read(ckpt: &Checkpoint, module: &str, mut data: Vec<f32>) -> Result<Self, CheckpointError> {
+        let name = source_name(ckpt, module);
+        if ckpt.is_quantized(module) {
+            let data = ckpt.linear(module)?.into_f32();
+            let stored = SourceRecord::stored_codes(&data);
+            return Ok(Self { name, data, stored });
+        }
+        let sha256 = ckpt.read_f32_hashed(&name, &mut data)?;
+        let stored = (sha256, stored_type(ckpt, &name));
+        Ok(Self { name, data, stored })
+    }
 }
 
 /// One tensor of a source as it goes into a float folder.
@@ -571,17 +564,11 @@ fn float_dtype(ckpt: &Checkpoint, name: &str, dtype: Option<FloatType>) -> (Dtyp
     }
 }
 
-fn report(
-    args: &Args,
-    global: &Global,
-    proof: &Proof,
-    degenerate: &[(String, usize)],
-    fits: &[(String, Fit)],
-    about: [(&str, Option<Value>); 2],
-    told: Vec<String>,
-) {
+fn report(args: &Args, global: &Global, made: &Made) {
+    let Made { proof, degenerate, fits, notes, about } = made;
     // Rescaled norms have a source too.
-    let quantized = proof.tensors.iter().filter(|t| t.became == "quantized");
+    let became = ["quantized", "requantized", "transcoded"];
+    let quantized = proof.tensors.iter().filter(|t| became.contains(&t.became));
     let layers: Vec<_> = quantized.filter_map(|t| t.source.as_ref().map(|s| (t, s))).collect();
     let size: u64 = proof.bytes.values().sum();
     if global.json {
@@ -598,6 +585,9 @@ fn report(
                 if let (Some((_, fit)), Some(row)) = (fit, row.as_object_mut()) {
                     row.extend(calibrated::fit_columns(fit));
                 }
+                if let (true, Some(row)) = (args.requantize, row.as_object_mut()) {
+                    row.insert("became".into(), t.became.into());
+                }
                 row
             })
             .collect();
@@ -612,7 +602,7 @@ fn report(
         });
         for (key, value) in about {
             if let Some(value) = value {
-                object[key] = value;
+                object[*key] = value.clone();
             }
         }
         object["rows"] = rows.into();
@@ -631,7 +621,7 @@ fn report(
     if let Some((t, s)) = layers.iter().max_by(|a, b| a.1.relative_error.total_cmp(&b.1.relative_error)) {
         output::line(format!("  largest {:.4} in {}", s.relative_error, printable(&t.name)));
     }
-    for note in calibrated::notes(args.method, fits).into_iter().chain(told) {
+    for note in calibrated::notes(args.method, fits).iter().chain(notes) {
         output::line(note);
     }
     for (module, groups) in degenerate {

@@ -1,7 +1,7 @@
 //! Every command that writes, with its n-th file operation made to fail, for n = 1, 2, 3... until none is left: what was there
 //! before is intact, nothing partial stands under a final name, no panic, and the command works again afterwards. `strace`
-//! makes the system calls fail, so the program under test is the one that ships. Not kills (see `kill.rs` of dsq-train and
-//! `signals.rs`), and not a full disk for real (see `crates/dsq-checkpoint/tests`).
+//! makes the system calls fail, so the program under test is the one that ships. And killed at random
+//! moments. Not kills inside training (see `kill.rs` of dsq-train and `signals.rs`), and not a full disk for real (see `crates/dsq-checkpoint/tests`).
 //!
 //! Without strace, or where the system forbids tracing, the tests say `skipped: ...`.
 
@@ -187,6 +187,44 @@ impl Job {
         assert_eq!(self.now(), self.new);
     }
 
+    /// Kills the job with SIGKILL `times` times, each after another delay within about the time that it takes: what was there before is
+    /// intact or the new output whole, and nothing else has a final name. Gives how many kills met it at work.
+    fn kill(&self, times: usize) -> usize {
+        let start = || {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_dsq"));
+            let quiet = std::process::Stdio::null;
+            command.current_dir(self.dir.path()).args(&self.args).stdout(quiet()).stderr(quiet()).spawn().unwrap()
+        };
+        let began = std::time::Instant::now();
+        assert!(start().wait().unwrap().success());
+        let took = began.elapsed();
+        self.restore();
+        let inputs = self.inputs();
+        let (mut met, mut delay) = (0, 7u64);
+        for round in 0..times {
+            delay = (delay * 48_271) % 2_147_483_647;
+            let mut child = start();
+            std::thread::sleep(took.mul_f64(1.2 * delay as f64 / 2_147_483_647.0));
+            let _ = child.kill();
+            let ended = child.wait().unwrap();
+            let now = self.now();
+            for (i, state) in now.iter().enumerate() {
+                let whole = *state == self.old[i] || *state == self.new[i];
+                assert!(whole, "neither the old nor the new output: {:?}, kill {round}", self.args);
+            }
+            assert_eq!(self.inputs(), inputs, "something else has a final name: {:?}, kill {round}", self.args);
+            met += usize::from(ended.code().is_none() && now != self.new);
+            self.restore();
+        }
+        assert!(start().wait().unwrap().success());
+        assert_eq!(self.now(), self.new);
+        let left = std::fs::read_dir(self.dir.path()).unwrap().flatten();
+        let left: Vec<_> = left.map(|e| e.file_name()).filter(|n| n.to_string_lossy().contains(".dsq-tmp-")).collect();
+        assert!(left.is_empty(), "the next run leaves what a kill left: {left:?}");
+        self.restore();
+        met
+    }
+
     /// What is in the folder beside the outputs, but for the log and temporary names.
     fn inputs(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut all = tree(self.dir.path()).unwrap();
@@ -271,15 +309,53 @@ fn an_onnx_file_survives_every_failing_file_operation() {
     }
 }
 
-/// A run folder has more states than old and new: whatever fails, the run goes on from it (or begins again, where it had not
-/// begun), and ends with the bytes of an undisturbed run.
+/// A job for each command that writes an output under a final name at its end.
+fn jobs() -> Vec<Job> {
+    let over = |out: &'static str, format: &'static str, more: &'static [&'static str]| {
+        move |dir: &Path| {
+            packed_model(dir);
+            works(dir, &[&["export", "model", "--out", out, "--format", format], more].concat());
+        }
+    };
+    let old = |dir: &Path| {
+        float_model(dir);
+        works(dir, &["quantize", "model", "--out", "out", "--scheme", "W8A16", "--granularity", "channel"]);
+    };
+    let export =
+        |out: &'static str, more: &[&'static str]| [&["export", "packed", "--out", out, "--overwrite"], more].concat();
+    let gguf = export("out.gguf", &["--format", "gguf", "--gguf-type", "Q8_0"]);
+    let onnx = export("out.onnx", &["--format", "onnx"]);
+    vec![
+        Job::new(&["out"], &QUANTIZE, float_model),
+        Job::new(&["out"], &[&QUANTIZE[..], &["--overwrite", "--max-shard-size", "20kB"]].concat(), old),
+        Job::new(
+            &["out"],
+            &export("out", &["--format", "gptq", "--gptq-version", "v2"]),
+            over("out", "safetensors", &[]),
+        ),
+        Job::new(&["out"], &export("out", &["--format", "safetensors"]), packed_model),
+        Job::new(&["out.gguf", "out.gguf.dsq-proof.json"], &gguf, over("out.gguf", "gguf", &["--gguf-type", "F16"])),
+        Job::new(&["out.onnx", "out.onnx.dsq-proof.json"], &onnx, over("out.onnx", "onnx", &[])),
+    ]
+}
+
 #[test]
-fn training_goes_on_after_failing_file_operations() {
-    if !can_trace() {
-        return;
+fn every_output_survives_kills() {
+    let met: usize = jobs().iter().map(|job| job.kill(10)).sum();
+    assert!(met > 10, "{met} kills met a run at work");
+}
+
+/// `cargo test --release --workspace --locked -- --ignored 200`
+#[test]
+#[ignore = "takes minutes; run once and reported in docs/results.md"]
+fn every_output_survives_200_kills() {
+    for job in jobs() {
+        println!("{} of 200 kills met it at work: {}", job.kill(200), job.args.join(" "));
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+}
+
+/// A recipe that trains in a second.
+fn micro(dir: &Path) {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/data/pydoc");
     let train: String = std::fs::read_to_string(data.join("train.txt")).unwrap().chars().take(10_000).collect();
     std::fs::write(dir.join("short.txt"), train).unwrap();
@@ -292,6 +368,75 @@ fn training_goes_on_after_failing_file_operations() {
          group_size = 32\n[eval]\ncontext = 16\nmax_tokens = 64\n"
     );
     std::fs::write(dir.join("micro.toml"), recipe).unwrap();
+}
+
+/// `dsq train` with its export, killed and taken up again until it is done: the exported folder is not there or whole, and in the end has
+/// the bytes of an undisturbed run. Gives how many kills met it at work.
+fn kill_training(times: usize) -> usize {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    micro(dir);
+    let began = std::time::Instant::now();
+    works(dir, &["train", "micro.toml", "--out", "run"]);
+    let took = began.elapsed();
+    let run = dir.join("run");
+    let want = tree(&run.join("exported"));
+    assert!(want.is_some());
+    std::fs::remove_dir_all(&run).unwrap();
+    let (mut met, mut delay) = (0, 7u64);
+    for round in 0.. {
+        let resume = if run.join("run.json").exists() { &["--resume"][..] } else { &[] };
+        let mut child = Command::new(env!("CARGO_BIN_EXE_dsq"))
+            .current_dir(dir)
+            .args([&["train", "micro.toml", "--out", "run"], resume].concat())
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        if round < times {
+            delay = (delay * 48_271) % 2_147_483_647;
+            std::thread::sleep(took.mul_f64(1.2 * delay as f64 / 2_147_483_647.0));
+            let _ = child.kill();
+        }
+        let ended = child.wait().unwrap();
+        met += usize::from(ended.code().is_none());
+        let now = tree(&run.join("exported"));
+        assert!(now.is_none() || now == want, "neither nothing nor the whole export, kill {round}");
+        if ended.success() {
+            assert_eq!(now, want, "kill {round}");
+            if round >= times {
+                return met;
+            }
+            std::fs::remove_dir_all(&run).unwrap();
+        } else {
+            assert_eq!(ended.code(), None, "ended by itself, kill {round}");
+        }
+    }
+    met
+}
+
+#[test]
+fn training_and_its_export_survive_kills() {
+    assert!(kill_training(15) > 5);
+}
+
+/// `cargo test --release --workspace --locked -- --ignored 200`
+#[test]
+#[ignore = "takes minutes; run once and reported in docs/results.md"]
+fn training_and_its_export_survive_200_kills() {
+    println!("{} of 200 kills met the training at work", kill_training(200));
+}
+
+/// A run folder has more states than old and new: whatever fails, the run goes on from it (or begins again, where it had not
+/// begun), and ends with the bytes of an undisturbed run.
+#[test]
+fn training_goes_on_after_failing_file_operations() {
+    if !can_trace() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    micro(dir);
     let of = |more: &[&str]| -> Vec<String> {
         ["train", "micro.toml", "--out", "run"].iter().chain(more).map(|a| a.to_string()).collect()
     };

@@ -21,5 +21,6 @@ mod proof_logits;
 mod ptq;
 mod ptq_options;
 mod regress;
+mod requantize;
 mod signals;
 mod size;

@@ -239,7 +239,7 @@ fn the_commands_take_every_architecture() {
 }
 
 /// Renames tensors of a folder's one file and replaces its config's `quantization_config`.
-fn rewrite(folder: &Path, rename: impl Fn(&str) -> String, quantization: Value) {
+pub(super) fn rewrite(folder: &Path, rename: impl Fn(&str) -> String, quantization: Value) {
     let file = folder.join("model.safetensors");
     let bytes = std::fs::read(&file).unwrap();
     let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;

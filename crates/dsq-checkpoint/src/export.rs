@@ -132,6 +132,11 @@ impl SourceRecord {
         sums.record(sha256, dtype)
     }
 
+    /// Hash and type of `w`, which is what the codes of a source stand for.
+    pub fn stored_codes(w: &[f32]) -> (String, String) {
+        (hex_sha256(&float_bytes(w, FloatType::F32)), CODES.into())
+    }
+
     /// The record of weights `w` with these stored bytes' hash and type, of which `values` is what the stored tensors stand
     /// for (rescaling undone).
     pub fn with_values(sha256: String, dtype: String, w: &[f32], values: &[f32]) -> Self {

@@ -224,7 +224,7 @@ impl TensorData {
     }
 
     /// The stored bytes, little endian.
-    pub(crate) fn to_bytes(&self) -> std::borrow::Cow<'_, [u8]> {
+    pub fn to_bytes(&self) -> std::borrow::Cow<'_, [u8]> {
         match self {
             TensorData::Float { data, dtype, .. } => float_bytes(data, *dtype).into(),
             TensorData::I32 { data, .. } => data.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().into(),

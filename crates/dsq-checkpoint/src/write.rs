@@ -34,6 +34,7 @@ pub fn write_safetensors(path: &Path, tensors: &[NamedTensor]) -> Result<(), Che
 
 fn replace(path: &Path, write: impl FnOnce(&mut File) -> Result<(), CheckpointError>) -> Result<(), CheckpointError> {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    remove_leftovers(&real);
     let temp = sibling(&real)?;
     let written = write_new(&temp, path, existing_mode(&real), write)
         .and_then(|()| std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(path, "replace", e)));

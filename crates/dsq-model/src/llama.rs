@@ -128,6 +128,13 @@ impl Layer {
         Self::build(config, i, device, &mut values)
     }
 
+    /// The same with inputs of linear layers, keys and values as they are, on no grid.
+    pub fn without_grids(mut self) -> Self {
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.set_inputs(None));
+        self.kv = None;
+        self
+    }
+
     /// The grids on which attention sees rotated keys and values, as a KV cache of codes holds them; `None`: as they are.
     pub fn set_kv_grid(&mut self, grid: Option<KvGrid>) {
         self.kv = grid;
@@ -460,6 +467,13 @@ impl Llama {
         self.norm = self.norm.no_grad();
         self.lm_head = self.lm_head.map(Module::no_grad);
         self.layers = self.layers.into_iter().map(Layer::freeze_floats).collect();
+        self
+    }
+
+    /// [`Layer::without_grids`] of every layer, and the head's input on none.
+    pub fn without_grids(mut self) -> Self {
+        self.layers = self.layers.into_iter().map(Layer::without_grids).collect();
+        self.lm_head.iter_mut().for_each(|head| head.set_inputs(None));
         self
     }
 

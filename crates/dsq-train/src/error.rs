@@ -43,6 +43,14 @@ pub enum TrainError {
         /// What is wrong, with both values.
         problem: String,
     },
+    /// A file of a journal is not what was written there (exit code 3).
+    #[error("{}: {problem}", path.display())]
+    Journal {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with both values.
+        problem: String,
+    },
     /// Reading or writing failed, or there is no room (exit code 4).
     #[error("{}: {action}: {source}", path.display())]
     Io {
@@ -122,7 +130,7 @@ impl TrainError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. } | Self::RunFolder { .. } => 2,
-            Self::Artifact { .. } | Self::ShortText { .. } => 3,
+            Self::Artifact { .. } | Self::Journal { .. } | Self::ShortText { .. } => 3,
             Self::Io { .. } | Self::InUse { .. } => 4,
             Self::Numerics { .. } | Self::Activations { .. } | Self::Keys { .. } => 6,
             Self::Interrupted { .. } => 130,
@@ -137,6 +145,7 @@ impl TrainError {
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::RunFolder { hint, .. } => Some(hint.clone()),
+            Self::Journal { .. } => Some("nothing of it is used; remove the journal's folder to begin again".into()),
             Self::InUse { .. } => Some("wait for it, or choose another --out".into()),
             Self::Interrupted { .. } => Some("go on with --resume".into()),
             Self::Numerics { .. } => Some("lower the learning rate, then --resume from the last checkpoint".into()),

@@ -70,7 +70,7 @@ fn plan_of(args: &Args, export: &GgufExport) -> Result<Plan, CliError> {
         seconds += disk as f64 / w;
         measured += &format!("{}the disk takes {:.0} MB/s", if measured.is_empty() { "" } else { ", " }, w / 1e6);
     }
-    Ok(Plan { memory, disk, seconds, measured })
+    Ok(Plan { memory, disk, seconds, measured, journal: None })
 }
 
 fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Option<&ExportLoss>, inputs: usize) {

@@ -11,6 +11,22 @@ use dsq_quant::FloatType;
 use std::collections::HashSet;
 use std::path::Path;
 
+/// The tensors that layers of codes are made of in a source, by every name that they may have.
+pub(in crate::commands) fn packed_names(ckpt: &Checkpoint, specs: &[LinearSpec]) -> HashSet<String> {
+    let mut done = HashSet::new();
+    for LinearSpec { module, .. } in specs {
+        for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
+            done.insert(ckpt.part(module, &format!("weight{part}")));
+        }
+        done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{module}.{part}")));
+        done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{module}.{p}")));
+        if ckpt.has_empty_bias(module) {
+            done.insert(format!("{module}.bias"));
+        }
+    }
+    done
+}
+
 /// The layers of a source that hold codes, or blocks that become codes.
 pub(super) struct Layers<'a> {
     file: &'a Path,
@@ -58,18 +74,7 @@ impl<'a> Layers<'a> {
 
     /// The tensors of the source that the layers are made of, by every name that they may have.
     pub(super) fn names(&self) -> HashSet<String> {
-        let mut done = HashSet::new();
-        for LinearSpec { module, .. } in &self.specs {
-            for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
-                done.insert(self.ckpt.part(module, &format!("weight{part}")));
-            }
-            done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{module}.{part}")));
-            done.extend(["input_scale", "input_global_scale", "input_zero_point"].map(|p| format!("{module}.{p}")));
-            if self.ckpt.has_empty_bias(module) {
-                done.insert(format!("{module}.bias"));
-            }
-        }
-        done
+        packed_names(self.ckpt, &self.specs)
     }
 
     /// Reads every layer whose codes are kept.

@@ -26,7 +26,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
         let measured = written.map_or_else(String::new, |w| format!("the disk takes {:.0} MB/s", w / 1e6));
         // Reading, packing, hashing and reading back: of SmolLM2 114 MB of floats and 42 MB of codes a second of one core.
         let seconds = written.map_or(0.0, |w| disk as f64 / w) + disk as f64 / 6e7;
-        return Plan { memory, disk, seconds, measured }.tell(global, &args.out);
+        return Plan { memory, disk, seconds, measured, journal: None }.tell(global, &args.out);
     }
     // An image model's are in the graph.
     let inputs = if matches!(ckpt.config(), ModelConfig::Llama(_)) { quantized_inputs(&ckpt)? } else { 0 };

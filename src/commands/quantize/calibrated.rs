@@ -1,16 +1,17 @@
 //! The methods of `dsq quantize` that look at text: what text, the run over the model, and what is told of it. The methods
 //! themselves are dsq-train's `ptq`.
 
-use super::{Args, Layer, Method, default_dtype, source_name, source_record, workers};
+use super::{Args, Layer, Method, Weight, default_dtype, source_name, source_record, workers};
 use crate::{Global, error::CliError, input, output, overlap::Sketch};
-use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, ModelConfig, printable};
-use dsq_quant::{QParams, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_checkpoint::{Checkpoint, CheckpointError, ExportTensor, LinearSpec, ModelConfig, SourceRecord, printable};
+use dsq_quant::{QParams, QuantArgs, QuantConfig};
 use dsq_runtime::{Specials, TextTokenizer};
 use dsq_train::TrainError;
 use dsq_train::ptq::{
-    self, BlockFit, Calibration, Fit, Journal, PtqLinear, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Scaling, Tuning,
+    self, BlockFit, Blocks, Calibration, Fit, Journal, PtqMethod, PtqNorm, PtqProgress, PtqSettings, Scaling, Tuning,
 };
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// Tokens that calibration takes unless told otherwise.
@@ -66,7 +67,7 @@ pub(super) struct CalibrationArgs {
     #[arg(long, value_name = "RATE")]
     end_scale_rate: Option<f64>,
     /// Go on with a run that was interrupted, from OUT.journal, at the block it was at; with the same model, text and options. The
-    /// result has the same bytes. Methods that look at text keep such a journal while they run.
+    /// result has the same bytes. Runs that look at text keep such a journal.
     #[arg(long)]
     pub(super) resume: bool,
 }
@@ -343,9 +344,15 @@ impl CalibrationArgs {
 }
 
 /// What a method made of a model.
-pub(super) struct Calibrated {
-    /// The layers that the scheme names.
-    pub(super) layers: Vec<Layer>,
+pub(super) struct Calibrated<'a> {
+    args: &'a Args,
+    ckpt: &'a Checkpoint,
+    /// The layers that the scheme names, in the journal.
+    pub(super) blocks: Blocks,
+    /// What they are, in the order of these.
+    pub(super) specs: Vec<LinearSpec>,
+    /// Stored grids of their inputs, by module.
+    pub(super) inputs: HashMap<String, (QuantArgs, QParams)>,
     /// Norms that had to change with them.
     pub(super) norms: Vec<ExportTensor>,
     /// What block-wise training did.
@@ -407,16 +414,16 @@ impl Trained {
     }
 }
 
-/// Quantizes the layers that the scheme names, and what had to change with them.
-pub(super) fn quantize(
-    args: &Args,
+/// Quantizes the layers that the scheme names, and what had to change with them; the layers are in the `journal` then.
+pub(super) fn quantize<'a>(
+    args: &'a Args,
     global: &Global,
-    ckpt: &Checkpoint,
+    ckpt: &'a Checkpoint,
     config: &QuantConfig,
     specs: &[LinearSpec],
     text: &Text,
     journal: &Journal,
-) -> Result<Calibrated, CliError> {
+) -> Result<Calibrated<'a>, CliError> {
     let method = match args.method {
         Method::Rtn | Method::Awq => PtqMethod::Rtn,
         Method::Gptq => PtqMethod::Gptq,
@@ -477,43 +484,41 @@ pub(super) fn quantize(
     })?;
     let trained = Trained { tuning, blocks: outcome.blocks, end_to_end: outcome.end_to_end };
     let scales = if matches!(scaling, Scaling::Smooth(_)) { "SmoothQuant" } else { "AWQ" };
-    let mut layers = Vec::new();
-    for linear in outcome.linears {
-        let Some(spec) = specs.iter().find(|s| s.module == linear.module) else {
-            return Err(CliError::new(70, format!("{}: no layer of the model", linear.module)));
-        };
-        let activation = outcome.inputs.iter().find(|(m, _)| *m == linear.module);
-        let activation = activation.and_then(|(_, grid)| Some((grid.args, grid.params?)));
-        layers.push(layer(args, ckpt, spec, linear, activation)?);
-    }
+    let blocks = journal.blocks()?;
+    let by_module: HashMap<&str, &LinearSpec> = specs.iter().map(|s| (s.module.as_str(), s)).collect();
+    let of = |module: &str| {
+        let spec = by_module.get(module).map(|&s| s.clone());
+        spec.ok_or_else(|| CliError::new(70, format!("{module}: no layer of the model")))
+    };
+    let specs = blocks.modules().map(of).collect::<Result<_, _>>()?;
+    let stored = outcome.inputs.into_iter().filter_map(|(module, grid)| Some((module, (grid.args, grid.params?))));
+    let inputs = stored.collect();
     let norms = outcome.norms.into_iter().map(|n| norm(ckpt, n, scales)).collect::<Result<_, _>>()?;
     let trains = matches!(method, PtqMethod::Blockwise | PtqMethod::AutoRound);
-    Ok(Calibrated { layers, norms, trained: trains.then_some(trained), never_hit: outcome.never_hit })
+    let (trained, never_hit) = (trains.then_some(trained), outcome.never_hit);
+    Ok(Calibrated { args, ckpt, blocks, specs, inputs, norms, trained, never_hit })
 }
 
-fn layer(
-    args: &Args,
-    ckpt: &Checkpoint,
-    spec: &LinearSpec,
-    linear: PtqLinear,
-    activation: Option<(QuantArgs, QParams)>,
-) -> Result<Layer, CliError> {
-    let name = source_name(ckpt, &spec.module);
-    let data = ckpt.linear(&spec.module)?.into_f32();
-    let mut source = source_record(ckpt, &name, &data, &linear.values())?;
-    let PtqLinear { module, matrix, fit, rescale } = linear;
-    source.rescaled = rescale.map(|r| {
-        let rows =
-            if r.rows.iter().any(|v| *v != 1.0) { "rows divided by the scales of the layer after it" } else { "" };
-        let columns = if r.columns.iter().any(|v| *v != 1.0) { "columns times the scales of their inputs" } else { "" };
-        [columns, rows].into_iter().filter(|s| !s.is_empty()).collect::<Vec<_>>().join(", ")
-    });
-    let degenerate = QuantizedMatrix::degenerate_groups(&data, matrix.n, matrix.k, matrix.args)
-        .map_err(|e| CliError::from(CheckpointError::quant(&args.model, &name, e)))?
-        .len();
-    let shape = spec.shape.clone();
-    let tensor = ExportTensor::Linear { module, shape, matrix, activation, source: Some(source) };
-    Ok(Layer { tensor, degenerate, fit })
+impl Calibrated<'_> {
+    /// Layer `i`, from the journal.
+    ///
+    /// # Errors
+    /// Exit code 3 for a file of the journal that is not what was written.
+    pub(super) fn layer(&self, i: usize) -> Result<Layer, CliError> {
+        let (spec, linear) = (&self.specs[i], self.blocks.read(i)?);
+        let weight = Weight::read(self.ckpt, &spec.module, Vec::new())?;
+        let (sha256, dtype) = weight.stored.clone();
+        let source = SourceRecord::with_values(sha256, dtype, &weight.data, &linear.values());
+        let rescaled = linear.rescale.map(|r| {
+            let rows =
+                if r.rows.iter().any(|v| *v != 1.0) { "rows divided by the scales of the layer after it" } else { "" };
+            let columns =
+                if r.columns.iter().any(|v| *v != 1.0) { "columns times the scales of their inputs" } else { "" };
+            [columns, rows].into_iter().filter(|s| !s.is_empty()).collect::<Vec<_>>().join(", ")
+        });
+        let activation = self.inputs.get(&spec.module).copied();
+        Layer::new(self.args, spec, &weight, linear.matrix, SourceRecord { rescaled, ..source }, activation)
+    }
 }
 
 /// A changed norm. Its record compares what is stored with the source as it is: the scales lie in the layers after it.

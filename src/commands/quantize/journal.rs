@@ -1,10 +1,9 @@
 //! The journal of `dsq quantize`: where it lies and what a run is known by. What is in it is dsq-train's.
 
-use super::{Args, calibrated::Text};
+use super::{Args, Run, calibrated::Text};
 use crate::{Global, error::CliError, output, overlap::sha256};
 use dsq_checkpoint::{Checkpoint, Workers};
-use dsq_quant::QuantConfig;
-use dsq_train::ptq::Journal;
+use dsq_train::ptq::{Found, Journal};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -19,26 +18,27 @@ pub(super) fn path(out: &Path) -> PathBuf {
 /// Begins the journal, or with `--resume` goes on with the one there.
 ///
 /// # Errors
-/// Exit code 2 for a journal without `--resume` or of another run, 4 where it cannot be written.
-pub(super) fn open(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    text: &Text,
-) -> Result<Journal, CliError> {
-    let dir = path(&args.out);
-    Ok(Journal::open(&dir, &fingerprint(args, global, ckpt, config, text)?, args.calibration.resume)?)
+/// Exit code 2 for a journal without `--resume` or of another run, 3 for one that is damaged, 4 where it cannot be written.
+pub(super) fn open(run: &Run, text: &Text) -> Result<Journal, CliError> {
+    let dir = path(&run.args.out);
+    let fingerprint = fingerprint(run, text, Value::String(tensors(run.global, run.ckpt)?))?;
+    Ok(Journal::open(&dir, &fingerprint, run.args.calibration.resume)?)
 }
 
-/// All that the bytes of the result depend on.
-fn fingerprint(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    text: &Text,
-) -> Result<Value, CliError> {
+/// What there is of a journal of this output, for the plan. The weights are not read for it: they are compared when the run goes on.
+///
+/// # Errors
+/// Exit code 3 for one that is damaged.
+pub(super) fn look(run: &Run, text: &Text) -> Result<Option<Found>, CliError> {
+    let found = Journal::look(&path(&run.args.out), &fingerprint(run, text, Value::Null)?)?;
+    Ok(found.map(|mut found| {
+        found.differences.retain(|d| !d.starts_with("model.tensors: "));
+        found
+    }))
+}
+
+/// SHA-256 over names and hashes of all tensors.
+fn tensors(global: &Global, ckpt: &Checkpoint) -> Result<String, CliError> {
     let names = ckpt.names();
     let bar = output::progress(names.len() as u64, "read {bar:30} {pos}/{len} tensors {eta}");
     let hash = |i: usize| {
@@ -49,17 +49,23 @@ fn fingerprint(
     let hashes = Workers::new(global.threads()).run(names.len(), cost, hash)?;
     bar.finish_and_clear();
     let tensors: String = names.iter().zip(hashes).map(|(name, hash)| format!("{name:?} {hash}\n")).collect();
+    Ok(sha256(tensors.as_bytes()))
+}
+
+/// All that the bytes of the result depend on.
+fn fingerprint(run: &Run, text: &Text, tensors: Value) -> Result<Value, CliError> {
+    let Run { args, ckpt, config, candidates, .. } = *run;
     let files: String = ckpt.aux_files()?.iter().map(|(name, b)| format!("{name:?} {}\n", sha256(b))).collect();
     Ok(json!({
         "dsq": env!("CARGO_PKG_VERSION"),
         "model": {
             "config": sha256(format!("{:?}", ckpt.config()).as_bytes()),
-            "tensors": sha256(tensors.as_bytes()),
+            "tensors": tensors,
             "files": sha256(files.as_bytes()),
         },
         "calibration": text.fingerprint(),
         "options": options(args),
-        "schemes": sha256(format!("{config:?}").as_bytes()),
+        "schemes": sha256(format!("{config:?} {candidates:?}").as_bytes()),
     }))
 }
 

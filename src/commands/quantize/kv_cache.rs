@@ -1,11 +1,12 @@
 //! `dsq quantize --kv-cache`: the scales of a quantized KV cache, found on the calibration text when all else of the model is
 //! chosen. The walk is dsq-train's, the rule and the codes are dsq-quant's.
 
-use super::{calibrated::Text, workers};
-use crate::{Global, error::CliError, output};
+use super::{Output, calibrated::Text, workers};
+use crate::error::CliError;
+use crate::output::progress;
 use dsq_checkpoint::{ExportTensor, ModelConfig};
 use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantType};
-use dsq_train::ptq::{self, PtqProgress};
+use dsq_train::ptq::{self, Journal, PtqProgress};
 use serde_json::{Value, json};
 
 /// Codes of a KV cache.
@@ -36,32 +37,27 @@ pub(super) fn check_images(given: Option<KvCacheName>) -> Result<(), CliError> {
     }
 }
 
-/// The grids of every layer of the model that `tensors` are, if `config` asks for such.
+/// The grids of every layer of the model that `output` will be, if `config` asks for such.
 pub(super) fn grids(
-    global: &Global,
+    output: &Output,
     model: &ModelConfig,
     config: &QuantConfig,
-    tensors: &[ExportTensor],
     text: &Text,
+    journal: Option<&Journal>,
 ) -> Result<Vec<ExportTensor>, CliError> {
     let (ModelConfig::Llama(model), Some(args)) = (model, config.kv_cache) else { return Ok(Vec::new()) };
-    let bar = output::progress(1, "KV cache {bar:30} {percent}% {eta}");
+    let bar = progress(1, "KV cache {bar:30} {percent}% {eta}");
     let mut on_progress = |p: &PtqProgress| {
         bar.set_length(p.total as u64);
         bar.set_position(p.done as u64);
     };
-    let values = |name: &str| tensors.iter().find_map(|t| t.values_of(name));
+    let values = |name: &str| output.values(name);
     let inputs = |module: &str| {
-        let stored = tensors.iter().find_map(|t| match t {
-            ExportTensor::Linear { module: m, activation: Some((args, p)), .. } if m == module => {
-                Some(InputGrid { args: *args, params: Some(*p) })
-            }
-            _ => None,
-        });
-        stored.or(InputGrid::dynamic(config.scheme_for(module).and_then(|s| s.activations)))
+        let dynamic = || InputGrid::dynamic(config.scheme_for(module).and_then(|s| s.activations));
+        output.stored_inputs(module).or_else(dynamic)
     };
-    let found =
-        workers(global)?.install(|| ptq::kv_grids(model, inputs, args, text.calibration(), values, &mut on_progress));
+    let walk = || ptq::kv_grids(model, inputs, args, text.calibration(), values, journal, &mut on_progress);
+    let found = workers(output.global)?.install(walk);
     bar.finish_and_clear();
     Ok(found?.into_iter().enumerate().map(|(layer, grid)| ExportTensor::KvCache { layer, grid }).collect())
 }

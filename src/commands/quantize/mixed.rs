@@ -1,11 +1,11 @@
 //! `dsq quantize --target-bits`: which layers get which scheme. The measurement and the choice are dsq-train's `ptq`; this
 //! reads the candidates and tells what came out.
 
-use super::{Args, default_dtype, granularity, read_scheme, workers};
-use crate::{Global, error::CliError, output};
+use super::{Args, Run, default_dtype, granularity, read_scheme, workers};
+use crate::{error::CliError, output};
 use dsq_checkpoint::{Checkpoint, ModelConfig, check_groups, printable};
 use dsq_quant::{Pattern, QuantConfig, QuantScheme};
-use dsq_train::ptq::{self, Calibration, Sensitivity};
+use dsq_train::ptq::{self, Calibration, Journal, Sensitivity};
 use serde_json::{Value, json};
 
 /// What is written beside the model.
@@ -99,21 +99,21 @@ pub(super) fn check(
 
 /// Measures the candidates and gives each set of layers the one that the budget allows, as overrides of `config`.
 pub(super) fn choose(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
+    run: &Run,
     config: &mut QuantConfig,
-    candidates: Vec<(String, QuantScheme)>,
     calibration: &Calibration,
+    journal: Option<&Journal>,
     target: f64,
 ) -> Result<Mixed, CliError> {
-    let (candidates, schemes): (Vec<String>, Vec<QuantScheme>) = candidates.into_iter().unzip();
+    let Run { args, global, ckpt, .. } = *run;
+    let (candidates, schemes): (Vec<String>, Vec<QuantScheme>) = run.candidates.iter().cloned().unzip();
     let bar = output::progress(1, "sensitivity {bar:30} {pos}/{len} {eta}");
     let mut on_progress = |done: usize, total: usize| {
         bar.set_length(total as u64);
         bar.set_position(done as u64);
     };
-    let table = workers(global)?.install(|| ptq::sensitivity(ckpt, config, &schemes, calibration, &mut on_progress));
+    let search = || ptq::sensitivity(ckpt, config, &schemes, calibration, journal, &mut on_progress);
+    let table = workers(global)?.install(search);
     bar.finish_and_clear();
     let table = table.map_err(|e| match e {
         dsq_train::TrainError::Quant { module, source } => {

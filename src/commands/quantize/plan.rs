@@ -1,14 +1,15 @@
 //! `dsq quantize --plan`, and the room on the disk that every run asks for first: what follows from shapes, options and a short
 //! measurement. Not the printing (see `src/plan.rs`).
 
-use super::{Args, Method, calibrated::Text, default_dtype, float_names, float_outline, stream, workers};
-use crate::plan::{Plan, stream_memory, timed, write_rate};
+use super::{Args, Floats, Method, calibrated::Text, journal, stream, workers};
+use crate::plan::{JournalThere, Plan, stream_memory, timed, write_rate};
 use crate::{Global, error::CliError};
 use dsq_checkpoint::{
     Checkpoint, FolderFormat, FolderTarget, LinearSpec, ModelConfig, Outline, Workers, check_room, folder_bytes,
 };
 use dsq_kernels::train::{Strided, matmul};
-use dsq_quant::QuantConfig;
+use dsq_quant::{QuantConfig, QuantScheme};
+use dsq_train::ptq::Journal;
 
 /// What hashing, packing, writing and reading back take beside reading and rounding, as a share of these.
 const BESIDE: f64 = 0.7;
@@ -16,12 +17,15 @@ const BESIDE: f64 = 0.7;
 const AUTOROUND_STEPS: f64 = 200.0;
 
 /// A run of which everything but the values is known.
+#[derive(Clone, Copy)]
 pub(super) struct Run<'a> {
     pub(super) args: &'a Args,
     pub(super) global: &'a Global,
     pub(super) ckpt: &'a Checkpoint,
     pub(super) model: &'a ModelConfig,
     pub(super) config: &'a QuantConfig,
+    /// Those of mixed precision, by name.
+    pub(super) candidates: &'a [(String, QuantScheme)],
     pub(super) specs: &'a [LinearSpec],
     /// The text, and whether codes are chosen on it.
     pub(super) text: Option<&'a Text>,
@@ -47,9 +51,7 @@ struct Sizes {
 impl Run<'_> {
     fn outlines(&self) -> Result<Vec<Outline>, CliError> {
         let mut outlines = stream::outlines(self.config, self.specs)?;
-        let dtype = self.args.dtype.or(default_dtype(self.ckpt));
-        let floats = float_names(self.ckpt, self.specs, &[]);
-        outlines.extend(floats.into_iter().map(|name| float_outline(self.ckpt, name, dtype)));
+        outlines.extend(Floats::new(self.args, self.ckpt, self.specs, &[]).outlines());
         Ok(outlines)
     }
 
@@ -79,12 +81,24 @@ impl Run<'_> {
         Ok(folder + quantized + (streams + latents) as u64)
     }
 
-    /// Refuses a disk that will not hold the output.
+    /// Refuses a disk that will not hold the output. What a journal takes that the run goes on with is there already.
     ///
     /// # Errors
     /// Exit code 4 with both values.
     pub(super) fn check_room(&self) -> Result<(), CliError> {
-        Ok(check_room(&self.args.out, self.disk(&self.outlines()?)?)?)
+        let there = if self.args.calibration.resume { Journal::size(&journal::path(&self.args.out)) } else { 0 };
+        Ok(check_room(&self.args.out, self.disk(&self.outlines()?)?.saturating_sub(there))?)
+    }
+
+    /// What is said of a journal that is there.
+    fn journal(&self) -> Result<Option<JournalThere>, CliError> {
+        let Some(text) = self.text else { return Ok(None) };
+        let of = match self.model {
+            ModelConfig::Llama(c) => c.num_hidden_layers,
+            ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => 0,
+        };
+        let there = journal::look(self, text)?;
+        Ok(there.map(|found| JournalThere { path: journal::path(&self.args.out), of, found }))
     }
 
     /// The plan.
@@ -124,7 +138,7 @@ impl Run<'_> {
         if self.args.calibration.target_bits.is_some() {
             memory = memory.max((8.0 * s.all) as u64 + memory / 4);
         }
-        Ok(Plan { memory, disk, seconds: time, measured })
+        Ok(Plan { memory, disk, seconds: time, measured, journal: self.journal()? })
     }
 
     fn sizes(&self, outlines: &[Outline]) -> Sizes {

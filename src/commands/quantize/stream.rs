@@ -1,13 +1,15 @@
-//! Rounding to nearest, tensor by tensor: each is read, rounded, written and dropped, so that memory does not grow with the model.
-//! Not the folder and its proof (dsq-checkpoint), not the arithmetic (dsq-quant, by way of dsq-kernels).
+//! The output, tensor by tensor: each layer is rounded, or taken from the journal, when its turn comes, written and dropped, so that
+//! memory does not grow with the model. Not the folder and its proof (dsq-checkpoint), not the arithmetic of rounding (dsq-quant, by
+//! way of dsq-kernels), not the methods that fill the journal (`calibrated.rs`).
 
-use super::{Args, Layer, default_dtype, float_names, float_outline, float_tensor, source_name, stored_type, workers};
+use super::{Args, Calibrated, Floats, Layer, Weight, workers};
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord, Workers,
     export_stream,
 };
-use dsq_quant::{QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_train::ptq::Fit;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,39 +17,123 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Layers with groups that carry nothing, and how many.
 type Degenerate = Vec<(String, usize)>;
 
-/// Writes the folder; gives the layers that hold groups of nothing.
-pub(super) fn quantize(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
-    target: &FolderTarget,
-    specs: &[LinearSpec],
-    aux: Vec<(String, Vec<u8>)>,
-) -> Result<(Proof, Degenerate), CliError> {
-    let Some(config) = target.scheme else { return Err(CliError::new(70, "rounding without a scheme")) };
-    let rounding = Rounding::new(args, global, ckpt, config, specs)?;
-    let dtype = args.dtype.or(default_dtype(ckpt));
-    let floats = float_names(ckpt, specs, &[]);
-    let mut outlines = outlines(config, specs)?;
-    outlines.extend(floats.iter().map(|name| float_outline(ckpt, name.clone(), dtype)));
-    let bar = output::progress(outlines.len() as u64, "quantize {bar:30} {pos}/{len} tensors {eta}");
-    let degenerate = Mutex::new(BTreeMap::new());
-    let make = |i: usize| -> Result<Cow<ExportTensor>, CliError> {
-        bar.inc(1);
-        let Some(spec) = specs.get(i) else {
-            return float_tensor(ckpt, floats[i - specs.len()].clone(), dtype).map(Cow::Owned);
-        };
-        let layer = rounding.layer(spec, false)?;
-        if layer.degenerate > 0 {
-            let mut all = degenerate.lock().unwrap_or_else(PoisonError::into_inner);
-            all.insert(i, (spec.module.clone(), layer.degenerate));
+/// Where the quantized layers come from.
+pub(super) enum Layers<'a> {
+    /// Rounded when they are asked for.
+    Rounded(Rounding<'a>, &'a [LinearSpec]),
+    /// Chosen on text, and in the journal.
+    Chosen(Calibrated<'a>),
+}
+
+impl Layers<'_> {
+    fn specs(&self) -> &[LinearSpec] {
+        match self {
+            Self::Rounded(_, specs) => specs,
+            Self::Chosen(found) => &found.specs,
         }
-        Ok(Cow::Owned(layer.tensor))
-    };
-    let proof = export_stream(target, outlines, aux, &make)?;
-    bar.finish_and_clear();
-    let degenerate = degenerate.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok((proof, degenerate.into_values().collect()))
+    }
+
+    /// Norms and biases that changed with them.
+    fn norms(&self) -> &[ExportTensor] {
+        match self {
+            Self::Rounded(..) => &[],
+            Self::Chosen(found) => &found.norms,
+        }
+    }
+
+    fn layer(&self, i: usize) -> Result<Layer, CliError> {
+        match self {
+            Self::Rounded(rounding, specs) => rounding.layer(&specs[i], false),
+            Self::Chosen(found) => found.layer(i),
+        }
+    }
+
+    /// What the codes of layer `i` stand for.
+    fn values(&self, i: usize) -> Result<Vec<f32>, CliError> {
+        match self {
+            Self::Rounded(rounding, specs) => Ok(rounding.round(&specs[i], false)?.1.dequantize()),
+            Self::Chosen(found) => Ok(found.blocks.read(i)?.matrix.dequantize()),
+        }
+    }
+}
+
+/// All that goes into the folder but the grids of the cache.
+pub(super) struct Output<'a> {
+    pub(super) global: &'a Global,
+    layers: Layers<'a>,
+    floats: Floats<'a>,
+    /// Numbers of the layers by module.
+    at: HashMap<String, usize>,
+}
+
+impl<'a> Output<'a> {
+    pub(super) fn new(args: &Args, global: &'a Global, ckpt: &'a Checkpoint, layers: Layers<'a>) -> Self {
+        let floats = Floats::new(args, ckpt, layers.specs(), layers.norms());
+        let at = layers.specs().iter().enumerate().map(|(i, l)| (l.module.clone(), i)).collect();
+        Self { global, layers, floats, at }
+    }
+
+    /// What a reader of the output will get of the tensor `name`.
+    pub(super) fn values(&self, name: &str) -> Result<Option<Vec<f32>>, CliError> {
+        if let Some(&i) = name.strip_suffix(".weight").and_then(|module| self.at.get(module)) {
+            return self.layers.values(i).map(Some);
+        }
+        match self.layers.norms().iter().find_map(|t| t.values_of(name)) {
+            Some(values) => Ok(Some(values)),
+            None => self.floats.values(name),
+        }
+    }
+
+    /// The stored grid of a layer's inputs, if it has one.
+    pub(super) fn stored_inputs(&self, module: &str) -> Option<InputGrid> {
+        let Layers::Chosen(found) = &self.layers else { return None };
+        found.inputs.get(module).map(|(args, p)| InputGrid { args: *args, params: Some(*p) })
+    }
+
+    /// How the layers fit the calibration text, by module.
+    pub(super) fn fits(&self) -> Vec<(String, Fit)> {
+        let Layers::Chosen(found) = &self.layers else { return Vec::new() };
+        let modules = found.blocks.modules().enumerate();
+        modules.filter_map(|(i, module)| Some((module.to_owned(), found.blocks.fit(i)?))).collect()
+    }
+
+    /// Writes the folder, with the grids of the `cache`; gives the layers that hold groups of nothing.
+    pub(super) fn write(
+        &self,
+        target: &FolderTarget,
+        cache: Vec<ExportTensor>,
+        aux: Vec<(String, Vec<u8>)>,
+    ) -> Result<(Proof, Degenerate), CliError> {
+        let Some(config) = target.scheme else { return Err(CliError::new(70, "quantizing without a scheme")) };
+        let (specs, norms) = (self.layers.specs(), self.layers.norms());
+        let mut outlines = outlines(config, specs)?;
+        outlines.extend(norms.iter().map(Outline::of));
+        let first = outlines.len();
+        outlines.extend(self.floats.outlines());
+        let last = outlines.len();
+        outlines.extend(cache.iter().map(Outline::of));
+        let bar = output::progress(outlines.len() as u64, "write {bar:30} {pos}/{len} tensors {eta}");
+        let degenerate = Mutex::new(BTreeMap::new());
+        let make = |i: usize| -> Result<Cow<ExportTensor>, CliError> {
+            bar.inc(1);
+            match specs.get(i) {
+                None if i >= last => return Ok(Cow::Borrowed(&cache[i - last])),
+                None if i >= first => return self.floats.tensor(i - first).map(Cow::Owned),
+                None => return Ok(Cow::Borrowed(&norms[i - specs.len()])),
+                Some(_) => {}
+            }
+            let layer = self.layers.layer(i)?;
+            if layer.degenerate > 0 {
+                let mut all = degenerate.lock().unwrap_or_else(PoisonError::into_inner);
+                all.insert(i, (specs[i].module.clone(), layer.degenerate));
+            }
+            Ok(Cow::Owned(layer.tensor))
+        };
+        let proof = export_stream(target, outlines, aux, &make)?;
+        bar.finish_and_clear();
+        let degenerate = degenerate.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok((proof, degenerate.into_values().collect()))
+    }
 }
 
 /// What the layers will be.
@@ -58,28 +144,6 @@ pub(super) fn outlines(config: &QuantConfig, specs: &[LinearSpec]) -> Result<Vec
         Ok(Outline::Linear { args: weights_of(config, &module)?, module, shape, activation })
     };
     specs.iter().map(one).collect()
-}
-
-/// Every layer that the scheme names, in memory.
-pub(super) fn layers(
-    args: &Args,
-    global: &Global,
-    ckpt: &Checkpoint,
-    config: &QuantConfig,
-    specs: &[LinearSpec],
-) -> Result<Vec<Layer>, CliError> {
-    let bar = output::progress(specs.len() as u64, "quantize {bar:30} {pos}/{len} layers {eta}");
-    let rounding = Rounding::new(args, global, ckpt, config, specs)?;
-    let all = Workers::new(global.threads()).run(
-        specs.len(),
-        |i| bytes(&specs[i]),
-        |i| {
-            bar.inc(1);
-            rounding.layer(&specs[i], false)
-        },
-    );
-    bar.finish_and_clear();
-    all
 }
 
 /// What rounding a layer needs, see [`Outline::working_bytes`].
@@ -121,28 +185,27 @@ impl<'a> Rounding<'a> {
     /// Rounds one layer; the codes do not depend on the number of threads. `alone`: under a global scale of its own, where there is
     /// one, to see how long it takes.
     pub(super) fn layer(&self, spec: &LinearSpec, alone: bool) -> Result<Layer, CliError> {
-        let ckpt = self.ckpt;
-        let name = source_name(ckpt, &spec.module);
-        let refuse = |e| CliError::from(CheckpointError::quant(&self.args.model, &name, e));
-        if ckpt.is_quantized(&spec.module) {
-            return Err(CliError::usage(format!("{name}: expected float weights, got codes")));
-        }
-        let (n, k) = (spec.n(), spec.k());
-        let mut data = self.spare().pop().unwrap_or_default();
-        let sha256 = ckpt.read_f32_hashed(&name, &mut data)?;
-        let weights = weights_of(self.config, &spec.module)?;
+        let (weight, matrix) = self.round(spec, alone)?;
+        let (sha256, dtype) = weight.stored.clone();
+        let source = SourceRecord::with_matrix(sha256, dtype, &weight.data, &matrix);
+        let layer = Layer::new(self.args, spec, &weight, matrix, source, None);
+        self.spare().push(weight.data);
+        layer
+    }
+
+    /// The weight of the source and what it becomes.
+    fn round(&self, spec: &LinearSpec, alone: bool) -> Result<(Weight, QuantizedMatrix), CliError> {
+        let spare = self.spare().pop();
+        let weight = Weight::read(self.ckpt, &spec.module, spare.unwrap_or_default())?;
+        let (n, k, data) = (spec.n(), spec.k(), &weight.data);
+        let args = weights_of(self.config, &spec.module)?;
         let matrix = match self.globals.get(&spec.module).copied() {
-            None if weights.has_global_scale() && alone => QuantizedMatrix::quantize(&data, n, k, weights),
-            None => self.pool.install(|| dsq_kernels::quantize::quantize(&data, n, k, weights)),
-            global => QuantizedMatrix::quantize_under(&data, n, k, weights, global),
-        }
-        .map_err(refuse)?;
-        let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
-        let source = Some(SourceRecord::with_matrix(sha256, stored_type(ckpt, &name), &data, &matrix));
-        self.spare().push(data);
-        let (module, shape) = (spec.module.clone(), spec.shape.clone());
-        let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source };
-        Ok(Layer { tensor, degenerate, fit: None })
+            None if args.has_global_scale() && alone => QuantizedMatrix::quantize(data, n, k, args),
+            None => self.pool.install(|| dsq_kernels::quantize::quantize(data, n, k, args)),
+            global => QuantizedMatrix::quantize_under(data, n, k, args, global),
+        };
+        let matrix = matrix.map_err(|e| CliError::from(CheckpointError::quant(&self.args.model, &weight.name, e)))?;
+        Ok((weight, matrix))
     }
 
     fn spare(&self) -> MutexGuard<'_, Vec<Vec<f32>>> {

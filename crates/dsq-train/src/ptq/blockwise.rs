@@ -7,7 +7,7 @@
 //! blocks before it got wrong (Li et al., BRECQ, arXiv:2102.05426; Chen et al., EfficientQAT, arXiv:2407.11062). A block
 //! that training did not bring nearer to its targets keeps these codes.
 
-use super::{PtqMethod, Run, device};
+use super::{Blocks, PtqLinear, PtqMethod, Run, device, float_layer, float_model};
 use crate::TrainError;
 use crate::adamw::{AdamW, NamedGradients, ParamGroup};
 use crate::qat::{GridRates, quantize_inputs, rms};
@@ -16,7 +16,7 @@ use crate::schedule::learning_rate;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use dsq_model::layers::Linear;
-use dsq_model::{Layer, Llama, Sequences, Teacher, parameter_path};
+use dsq_model::{Layer, Sequences, Teacher, parameter_path};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::sync::Arc;
 
@@ -158,7 +158,7 @@ impl Run<'_> {
             self.float_stream = targets;
             return Ok(());
         }
-        let mut student = Layer::from_checkpoint(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
+        let mut student = float_layer(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
         // AWQ's scales, if there are such, lie in the norms and in the bias of v.
         student.input_layernorm.set_values(quantized.input_layernorm.values());
         student.post_attention_layernorm.set_values(quantized.post_attention_layernorm.values());
@@ -250,13 +250,13 @@ impl Run<'_> {
         self.float_stream.clear();
         self.stream.clear();
         let tuning = self.settings.tuning;
-        if self.latents.is_empty() {
+        let written = self.settings.journal.map(|j| j.blocks()).transpose()?;
+        if self.latents.is_empty() && !written.as_ref().is_some_and(Blocks::has_latents) {
             self.tick(tuning.steps);
-            return Ok(());
+            return self.finish_end(0);
         }
-        let teacher = Llama::from_checkpoint(self.checkpoint, &device())?;
-        let tracking = Device::flex().autodiff();
-        let mut student = Llama::from_checkpoint(self.checkpoint, &tracking)?;
+        let teacher = float_model(self.checkpoint, &device())?;
+        let mut student = float_model(self.checkpoint, &Device::flex().autodiff())?;
         for (name, norm) in student.norms_mut() {
             if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == name) {
                 norm.set_values(changed.values.clone());
@@ -270,9 +270,11 @@ impl Run<'_> {
         let mut student = quantize_inputs(student, self.settings.config, &self.outcome.inputs).freeze_floats();
         let mut latents = std::mem::take(&mut self.latents);
         for (module, linear) in student.linears_mut() {
-            let latent = latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v));
-            let done = self.outcome.linears.iter().find(|l| l.module == module);
-            let (Some(latent), Some(done)) = (latent, done) else {
+            let latent = match &written {
+                Some(written) => written.latent(&module)?,
+                None => latents.iter_mut().find(|(m, _)| *m == module).map(|(_, v)| std::mem::take(v)),
+            };
+            let (Some(latent), Some(done)) = (latent, self.finished(written.as_ref(), &module)?) else {
                 *linear = linear.clone().no_grad();
                 continue;
             };
@@ -298,16 +300,30 @@ impl Run<'_> {
             losses.push(value);
             self.tick(1);
         }
+        drop(teacher);
+        let mut count = 0;
         for (module, linear) in student.linears() {
             let quant = |source| TrainError::Quant { module: module.clone(), source };
             let Some(matrix) = linear.quantized().map_err(quant)? else { continue };
-            if let Some(done) = self.outcome.linears.iter_mut().find(|l| l.module == module) {
-                (done.matrix, done.fit) = (matrix, None);
+            let Some(mut done) = self.finished(written.as_ref(), &module)? else { continue };
+            (done.matrix, done.fit) = (matrix, None);
+            match self.outcome.linears.iter_mut().find(|l| l.module == module) {
+                Some(old) => *old = done,
+                None => self.record_end(count, done)?,
             }
+            count += 1;
         }
         let tenth = losses.len().div_ceil(10);
         let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len().max(1) as f64;
         self.outcome.end_to_end = Some([mean(&losses[..tenth]), mean(&losses[losses.len() - tenth..])]);
-        Ok(())
+        self.finish_end(count)
+    }
+
+    /// What a layer became, from the journal where it was `written`.
+    fn finished(&self, written: Option<&Blocks>, module: &str) -> Result<Option<PtqLinear>, TrainError> {
+        match written {
+            Some(blocks) => blocks.find(module).map(|i| blocks.read(i)).transpose(),
+            None => Ok(self.outcome.linears.iter().find(|l| l.module == module).cloned()),
+        }
     }
 }

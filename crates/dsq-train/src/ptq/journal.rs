@@ -1,30 +1,46 @@
-//! The journal of a calibrated run, so that a run that is killed goes on at the block it was at: what the finished blocks became, and
-//! the residual streams at the next one, each written whole or not at all. What goes on from a journal has the same bits as a run that
-//! nobody disturbed. Not the output (see `dsq-checkpoint`), and no checkpoints inside a block.
+//! The journal of a run that looks at text. It is where finished blocks go, so that one of them is in memory at a time, and from where
+//! the output is written; and a run that is killed goes on from it at the block it was at: what goes on has the same bits as a run that
+//! nobody disturbed. Each file is written whole or not at all and carries checksums (`sealed.rs`). Not the output (see
+//! `dsq-checkpoint`), and no checkpoints inside a block, or between the steps that train all blocks together.
 //!
 //! ```text
-//! JOURNAL/journal.json          what the run was started with: another run is refused
-//! JOURNAL/block-00000.safetensors   codes, scales, changed norms and grids of inputs of a finished block
-//! JOURNAL/state.safetensors     the streams, and how many blocks are finished; replaced as a whole after each
-//! JOURNAL/writing               the blocks are done and the output is being written
-//! JOURNAL/run.lock              held while a process writes here
+//! JOURNAL/journal.json              what the run was started with: another run is refused
+//! JOURNAL/search.safetensors        the sets of layers that the search for mixed precision has measured
+//! JOURNAL/block-00000.safetensors   codes, scales, changed norms and grids of inputs of a finished block; the last one of the head
+//! JOURNAL/state.safetensors         the streams, and how many blocks are finished; replaced as a whole after each
+//! JOURNAL/end-00000.safetensors     a linear layer after the end-to-end steps
+//! JOURNAL/end.safetensors           these are done
+//! JOURNAL/cache.safetensors         grids of the KV cache so far, and the streams of that walk; replaced after each layer
+//! JOURNAL/writing                   all is chosen and the output is being written
+//! JOURNAL/run.lock                  held while a process writes here
 //! ```
 
-use super::{BlockFit, Fit, PtqLinear, PtqNorm, PtqOutcome, Rescale, Run, device, values};
+mod blocks;
+mod sealed;
+
+pub use blocks::Blocks;
+
+use super::{PtqLinear, PtqOutcome, Run, device, values};
 use crate::TrainError;
 use crate::run_dir::{differences, lock, replace};
 use burn::tensor::{Tensor, TensorData as BurnData};
-use dsq_checkpoint::{Dtype, NamedTensor, SafetensorsFile, TensorData, write_safetensors};
-use dsq_quant::{FloatType, InputGrid, QParams, QuantArgs, QuantizedMatrix, pack_rows, packed_words, unpack_i32};
+use dsq_checkpoint::NamedTensor;
+use sealed::{Sealed, damaged, floats};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 /// Version of the files.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const HEAD: &str = "journal.json";
 const STATE: &str = "state.safetensors";
+const END: &str = "end.safetensors";
+/// Of the search for mixed precision.
+pub(super) const SEARCH: &str = "search.safetensors";
+/// Of the walk for the KV cache.
+pub(super) const CACHE: &str = "cache.safetensors";
 const WRITING: &str = "writing";
 
 /// An open journal, locked against a second writer until it is dropped.
@@ -74,13 +90,7 @@ impl Journal {
             }
         }
         if exists {
-            let text = fs::read_to_string(&head).map_err(TrainError::io(&head, "read"))?;
-            let artifact = |problem: String| TrainError::Artifact { path: head.clone(), problem };
-            let old: Head = serde_json::from_str(&text).map_err(|e| artifact(format!("not a journal: {e}")))?;
-            if old.format != FORMAT {
-                return Err(artifact(format!("format: expected {FORMAT}, got {}", old.format)));
-            }
-            let differences = differences(&old.fingerprint, fingerprint);
+            let differences = differences(&read_head(&head)?, fingerprint);
             if !differences.is_empty() {
                 let problem = format!("the journal of another run: {}", differences.join("; "));
                 return refuse(
@@ -93,6 +103,27 @@ impl Journal {
             replace(&head, &text.unwrap_or_default())?;
         }
         Ok(Self { dir: dir.into(), _lock: lock })
+    }
+
+    /// What there is of a journal in the folder `dir`, for a run of this `fingerprint`; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`TrainError::Journal`] for files that are no journal's; [`TrainError::Io`].
+    pub fn look(dir: &Path, fingerprint: &Value) -> Result<Option<Found>, TrainError> {
+        let head = dir.join(HEAD);
+        if !head.exists() {
+            return Ok(None);
+        }
+        let differences = differences(&read_head(&head)?, fingerprint);
+        let state = dir.join(STATE);
+        let blocks = if state.exists() { Sealed::open(&state)?.about::<State>()?.next } else { 0 };
+        Ok(Some(Found { blocks, bytes: Self::size(dir), differences }))
+    }
+
+    /// Bytes of the files in the folder `dir`; 0 where there is none.
+    pub fn size(dir: &Path) -> u64 {
+        let files = fs::read_dir(dir).into_iter().flatten().flatten();
+        files.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
     }
 
     /// Whether the folder `dir` is the journal of a run that had begun to write its output.
@@ -124,6 +155,116 @@ impl Journal {
     fn block(&self, i: usize) -> PathBuf {
         self.dir.join(format!("block-{i:05}.safetensors"))
     }
+
+    /// The quantized layers of a run whose blocks are finished, as they were after everything that is written down.
+    ///
+    /// # Errors
+    /// [`TrainError::Journal`] naming a file that is damaged.
+    pub fn blocks(&self) -> Result<Blocks, TrainError> {
+        let mut blocks = Blocks::default();
+        for i in (0..).take_while(|&i| self.block(i).exists()) {
+            blocks.add(&self.block(i))?;
+        }
+        if let Some((end, _)) = self.load::<End>(END)? {
+            (0..end.linears).try_for_each(|i| blocks.add(&self.end(i)))?;
+        }
+        Ok(blocks)
+    }
+
+    fn end(&self, i: usize) -> PathBuf {
+        self.dir.join(format!("end-{i:05}.safetensors"))
+    }
+
+    /// Writes down how far a walk is: `about` and the residual stream.
+    pub(super) fn save_walk(&self, name: &str, about: &impl Serialize, streams: Streams) -> Result<(), TrainError> {
+        let mut tensors = Vec::new();
+        for (name, stream) in streams {
+            for (i, x) in stream.into_iter().enumerate() {
+                tensors.push(floats(format!("{name}.{i}"), x.dims().to_vec(), values(x.clone())));
+            }
+        }
+        self.save(name, about, tensors)
+    }
+
+    /// Writes down what is no stream.
+    pub(super) fn save(&self, name: &str, about: &impl Serialize, tensors: Vec<NamedTensor>) -> Result<(), TrainError> {
+        sealed::write(&self.dir.join(name), tensors, about)
+    }
+
+    /// What [`Journal::save_walk`] wrote, if anything.
+    pub(super) fn load<T: DeserializeOwned>(&self, name: &str) -> Result<Option<(T, Saved)>, TrainError> {
+        let path = self.dir.join(name);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let file = Sealed::open(&path)?;
+        Ok(Some((file.about()?, Saved { file, path })))
+    }
+}
+
+/// The version and what the run was started with.
+fn read_head(path: &Path) -> Result<Value, TrainError> {
+    let text = fs::read(path).map_err(TrainError::io(path, "read"))?;
+    let old: Head =
+        serde_json::from_slice(&text).map_err(|e| damaged(path, "damaged", format!("not a journal: {e}")))?;
+    if old.format != FORMAT {
+        return Err(damaged(path, "format", format!("expected {FORMAT}, got {}", old.format)));
+    }
+    Ok(old.fingerprint)
+}
+
+/// What there is of a journal.
+#[derive(Debug)]
+pub struct Found {
+    /// Finished blocks; one more than the model has where its head is done too.
+    pub blocks: usize,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// How the run that it is of differs from this one, field by field.
+    pub differences: Vec<String>,
+}
+
+/// Streams by name.
+pub(super) type Streams<'a> = Vec<(&'static str, Vec<&'a Tensor<3>>)>;
+
+/// The streams of a walk that was written down.
+pub(super) struct Saved {
+    file: Sealed,
+    path: PathBuf,
+}
+
+impl Saved {
+    /// Takes up the stream `name`, whose parts must have the shapes of those of `into`.
+    pub(super) fn stream<'a>(
+        &self,
+        name: &str,
+        into: impl Iterator<Item = &'a mut Tensor<3>>,
+    ) -> Result<(), TrainError> {
+        for (i, x) in into.enumerate() {
+            let (name, dims) = (format!("{name}.{i}"), x.dims());
+            let shape = self.file.shape(&name).unwrap_or_default();
+            if shape != dims {
+                return Err(damaged(&self.path, &name, format!("expected shape {dims:?}, got {shape:?}")));
+            }
+            *x = Tensor::from_data(BurnData::new(self.file.read_f32(&name)?, dims), &device());
+        }
+        Ok(())
+    }
+}
+
+/// How far the blocks are.
+#[derive(Serialize, Deserialize)]
+struct State {
+    next: usize,
+    done: usize,
+}
+
+/// Mean divergences of the end-to-end steps, as bits, and how many layers they trained.
+#[derive(Serialize, Deserialize)]
+struct End {
+    divergences: Option<[u64; 2]>,
+    linears: usize,
+    done: usize,
 }
 
 /// A temporary sibling of `write_safetensors`, or of [`replace`].
@@ -131,242 +272,85 @@ fn is_temporary(name: &str) -> bool {
     name.contains(".dsq-tmp-") || ["journal.tmp", "writing.tmp"].contains(&name)
 }
 
-/// `block-00012.safetensors`.
+/// `block-00012.safetensors`, `end-00012.safetensors`.
 fn is_block(name: &str) -> bool {
-    let number = name.strip_prefix("block-").and_then(|n| n.strip_suffix(".safetensors"));
+    let number = ["block-", "end-"].iter().find_map(|p| name.strip_prefix(p));
+    let number = number.and_then(|n| n.strip_suffix(".safetensors"));
     number.is_some_and(|n| n.len() >= 5 && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Whether a folder has nothing in it but what a journal has.
 fn ours_only(dir: &Path) -> bool {
-    let ours = |name: &str| ["run.lock", STATE, WRITING].contains(&name) || is_block(name) || is_temporary(name);
+    let ours = |name: &str| {
+        ["run.lock", STATE, END, SEARCH, CACHE, WRITING].contains(&name) || is_block(name) || is_temporary(name)
+    };
     fs::read_dir(dir).is_ok_and(|mut d| d.all(|e| e.is_ok_and(|e| ours(&e.file_name().to_string_lossy()))))
 }
 
-/// What is not a tensor of a block. Floats are kept as their bits: JSON has no word for those that are not finite.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct About {
-    linears: Vec<LinearAbout>,
-    norms: Vec<(String, FloatType)>,
-    inputs: Vec<InputAbout>,
-    fits: Vec<(usize, u64, u64, bool)>,
-    latents: Vec<String>,
-    never_hit: Vec<String>,
-}
-
-/// Module, scheme, and the bits of the scale with the zero point.
-type InputAbout = (String, QuantArgs, Option<(u32, i32)>);
-
-#[derive(Debug, Serialize, Deserialize)]
-struct LinearAbout {
-    module: String,
-    args: QuantArgs,
-    size: [usize; 2],
-    fit: Option<FitBits>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct FitBits {
-    error: u64,
-    rtn_error: u64,
-    dead_columns: usize,
-    plain_rows: usize,
-    damping: Option<u64>,
-}
-
-impl From<Fit> for FitBits {
-    fn from(f: Fit) -> Self {
-        let (dead_columns, plain_rows, damping) = (f.dead_columns, f.plain_rows, f.damping.map(f64::to_bits));
-        Self { error: f.error.to_bits(), rtn_error: f.rtn_error.to_bits(), dead_columns, plain_rows, damping }
-    }
-}
-
-impl From<FitBits> for Fit {
-    fn from(f: FitBits) -> Self {
-        let (dead_columns, plain_rows, damping) = (f.dead_columns, f.plain_rows, f.damping.map(f64::from_bits));
-        let (error, rtn_error) = (f64::from_bits(f.error), f64::from_bits(f.rtn_error));
-        Self { error, rtn_error, dead_columns, plain_rows, damping }
-    }
-}
-
-fn floats(name: String, data: &[f32]) -> NamedTensor {
-    let data = TensorData::Float { shape: vec![data.len()], data: data.to_vec(), dtype: FloatType::F32 };
-    NamedTensor { name, data }
-}
-
-fn bytes(name: String, codes: &[i8]) -> NamedTensor {
-    NamedTensor { name, data: TensorData::I8 { shape: vec![codes.len()], data: codes.to_vec() } }
-}
-
-/// The tensors of linear `i` of a block. Integer codes lie in words, as a folder has them.
-fn pack(i: usize, l: &PtqLinear) -> Vec<NamedTensor> {
-    let (m, name) = (&l.matrix, |part: &str| format!("{i}.{part}"));
-    let codes = match m.args.qtype.float() {
-        Some(_) => bytes(name("codes"), &m.codes),
-        None => {
-            let data = pack_rows(&m.codes, m.k, m.args.qtype.bits());
-            NamedTensor { name: name("codes"), data: TensorData::I32 { shape: vec![data.len()], data } }
-        }
-    };
-    let mut out = vec![codes, floats(name("scales"), &m.scales), bytes(name("zeros"), &m.zeros)];
-    out.push(floats(name("global"), m.global_scale.as_slice()));
-    if let Some(r) = &l.rescale {
-        out.extend([floats(name("rows"), &r.rows), floats(name("columns"), &r.columns)]);
-    }
-    out
-}
-
-fn unpack(file: &SafetensorsFile, i: usize, about: LinearAbout) -> Result<PtqLinear, TrainError> {
-    let name = |part: &str| format!("{i}.{part}");
-    let LinearAbout { module, args, size: [n, k], fit } = about;
-    let (_, stored) = file.read_stored(&name("codes"))?;
-    let codes = match args.qtype.float() {
-        Some(_) => stored.into_iter().map(|b| b as i8).collect(),
-        None => {
-            let words: Vec<i32> = stored.as_chunks::<4>().0.iter().map(|&b| i32::from_le_bytes(b)).collect();
-            let bits = args.qtype.bits();
-            words.chunks(packed_words(k, bits).max(1)).flat_map(|row| unpack_i32(row, bits, k)).collect()
-        }
-    };
-    let zeros = file.read_stored(&name("zeros"))?.1.into_iter().map(|b| b as i8).collect();
-    let (scales, global) = (file.read_f32(&name("scales"))?, file.read_f32(&name("global"))?);
-    let matrix = QuantizedMatrix { args, n, k, codes, scales, zeros, global_scale: global.first().copied() };
-    matrix.validate().map_err(|source| TrainError::Quant { module: module.clone(), source })?;
-    let rescale = match file.info(&name("rows")) {
-        None => None,
-        Some(_) => Some(Rescale { rows: file.read_f32(&name("rows"))?, columns: file.read_f32(&name("columns"))? }),
-    };
-    Ok(PtqLinear { module, matrix, fit: fit.map(Fit::from), rescale })
-}
-
 impl Run<'_> {
-    /// Writes down that block `i` is finished, if there is a journal.
-    pub(super) fn record(&self, i: usize) -> Result<(), TrainError> {
+    /// Writes down that block `i` is finished, and drops its layers, if there is a journal. The block after the last is the head.
+    pub(super) fn record(&mut self, i: usize) -> Result<(), TrainError> {
         let Some(journal) = self.settings.journal else { return Ok(()) };
-        let prefix = format!("model.layers.{i}.");
+        let head = i == self.model.num_hidden_layers;
+        let prefix = if head { "lm_head".to_owned() } else { format!("model.layers.{i}.") };
         let of_block = |name: &str| name.starts_with(&prefix);
-        let mut about = About::default();
-        let mut tensors = Vec::new();
-        for l in self.outcome.linears.iter().filter(|l| of_block(&l.module)) {
-            tensors.extend(pack(about.linears.len(), l));
-            let (module, args, size) = (l.module.clone(), l.matrix.args, [l.matrix.n, l.matrix.k]);
-            about.linears.push(LinearAbout { module, args, size, fit: l.fit.map(FitBits::from) });
+        blocks::write(&journal.block(i), i, of_block, &self.outcome, &self.latents)?;
+        self.outcome.linears.clear();
+        self.latents.clear();
+        if head {
+            // Nothing looks at the streams any more.
+            self.stream.clear();
+            self.float_stream.clear();
         }
-        for norm in self.outcome.norms.iter().filter(|n| of_block(&n.name)) {
-            tensors.push(floats(format!("norm.{}", about.norms.len()), &norm.values));
-            about.norms.push((norm.name.clone(), norm.dtype));
-        }
-        for (module, grid) in self.outcome.inputs.iter().filter(|(m, _)| of_block(m)) {
-            let params = grid.params.map(|p| (p.scale.to_bits(), p.zero));
-            about.inputs.push((module.clone(), grid.args, params));
-        }
-        let fits = self.outcome.blocks.iter().filter(|b| b.layer == i);
-        about.fits.extend(fits.map(|b| (b.layer, b.before.to_bits(), b.after.to_bits(), b.kept)));
-        about.never_hit.extend(self.outcome.never_hit.iter().filter(|m| of_block(m)).cloned());
-        for (module, latent) in self.latents.iter().filter(|(m, _)| of_block(m)) {
-            tensors.push(floats(format!("latent.{}", about.latents.len()), latent));
-            about.latents.push(module.clone());
-        }
-        let text = serde_json::to_vec(&about).unwrap_or_default();
-        let data = TensorData::Raw { shape: vec![text.len()], bytes: text, dtype: Dtype::U8 };
-        tensors.push(NamedTensor { name: "about".into(), data });
-        write_safetensors(&journal.block(i), &tensors)?;
-        drop(tensors);
-
-        let number = |name: &str, n: usize| {
-            let data = TensorData::I64 { shape: vec![1], data: vec![n as i64] };
-            NamedTensor { name: name.into(), data }
-        };
-        let mut state = vec![number("next", i + 1), number("done", self.progress.done)];
-        let streams = [
+        let state = State { next: i + 1, done: self.progress.done };
+        let streams = vec![
             ("stream", self.stream.iter().map(|(_, x)| x).collect()),
             ("float", self.float_stream.iter().collect::<Vec<_>>()),
         ];
-        for (name, stream) in streams {
-            for (i, x) in stream.into_iter().enumerate() {
-                let (shape, data) = (x.dims().to_vec(), values(x.clone()));
-                let data = TensorData::Float { shape, data, dtype: FloatType::F32 };
-                state.push(NamedTensor { name: format!("{name}.{i}"), data });
-            }
-        }
-        Ok(write_safetensors(&journal.dir.join(STATE), &state)?)
+        journal.save_walk(STATE, &state, streams)
     }
 
     /// Takes up what the journal has; gives the block to go on with.
     pub(super) fn restore(&mut self) -> Result<usize, TrainError> {
         let Some(journal) = self.settings.journal else { return Ok(0) };
-        let path = journal.dir.join(STATE);
-        if !path.exists() {
-            return Ok(0);
+        let Some((state, saved)) = journal.load::<State>(STATE)? else { return Ok(0) };
+        let layers = self.model.num_hidden_layers;
+        if state.next > layers + 1 {
+            let problem = format!("expected at most {} blocks, got {}", layers + 1, state.next);
+            return Err(damaged(&saved.path, "next", problem));
         }
-        let state = SafetensorsFile::open(&path)?;
-        let number = |name: &str| -> Result<usize, TrainError> {
-            let (_, bytes) = state.read_stored(name)?;
-            let n = bytes.try_into().ok().map(i64::from_le_bytes).and_then(|n| usize::try_from(n).ok());
-            n.ok_or_else(|| TrainError::Artifact { path: path.clone(), problem: format!("{name}: expected a number") })
-        };
-        let next = number("next")?;
-        if next > self.model.num_hidden_layers {
-            let problem = format!("next: expected at most {} blocks, got {next}", self.model.num_hidden_layers);
-            return Err(TrainError::Artifact { path, problem });
+        if state.next <= layers {
+            saved.stream("stream", self.stream.iter_mut().map(|(_, x)| x))?;
+            saved.stream("float", self.float_stream.iter_mut())?;
         }
-        let read = |name: String, dims: [usize; 3]| -> Result<Tensor<3>, TrainError> {
-            let shape = state.info(&name).map(|i| i.shape).unwrap_or_default();
-            if shape != dims {
-                let problem = format!("{name}: expected shape {dims:?}, got {shape:?}");
-                return Err(TrainError::Artifact { path: path.clone(), problem });
-            }
-            Ok(Tensor::from_data(BurnData::new(state.read_f32(&name)?, dims), &device()))
-        };
-        for (i, (_, x)) in self.stream.iter_mut().enumerate() {
-            *x = read(format!("stream.{i}"), x.dims())?;
+        for i in 0..state.next {
+            blocks::restore(&journal.block(i), &mut self.outcome)?;
         }
-        for (i, x) in self.float_stream.iter_mut().enumerate() {
-            *x = read(format!("float.{i}"), x.dims())?;
-        }
-        for i in 0..next {
-            let (outcome, latents) = read_block(&journal.block(i))?;
-            self.outcome.linears.extend(outcome.linears);
-            self.outcome.norms.extend(outcome.norms);
-            self.outcome.inputs.extend(outcome.inputs);
-            self.outcome.blocks.extend(outcome.blocks);
-            self.outcome.never_hit.extend(outcome.never_hit);
-            self.latents.extend(latents);
-        }
-        self.progress.done = number("done")?;
-        Ok(next)
+        self.progress.done = state.done;
+        Ok(state.next)
     }
-}
 
-/// Latent weights by module.
-type Latents = Vec<(String, Vec<f32>)>;
+    /// Writes down linear `i` of those that the end-to-end steps trained.
+    pub(super) fn record_end(&self, i: usize, linear: PtqLinear) -> Result<(), TrainError> {
+        let Some(journal) = self.settings.journal else { return Ok(()) };
+        let made = PtqOutcome { linears: vec![linear], ..PtqOutcome::default() };
+        blocks::write(&journal.end(i), usize::MAX, |_| true, &made, &Vec::new())
+    }
 
-/// What a finished block became, and its latent weights.
-fn read_block(path: &Path) -> Result<(PtqOutcome, Latents), TrainError> {
-    let file = SafetensorsFile::open(path)?;
-    let (_, text) = file.read_stored("about")?;
-    let about: About = serde_json::from_slice(&text)
-        .map_err(|e| TrainError::Artifact { path: path.into(), problem: format!("about: not of a journal: {e}") })?;
-    let mut out = PtqOutcome::default();
-    for (i, linear) in about.linears.into_iter().enumerate() {
-        out.linears.push(unpack(&file, i, linear)?);
+    /// Writes down that the end-to-end steps are done, which trained so many `linears`.
+    pub(super) fn finish_end(&self, linears: usize) -> Result<(), TrainError> {
+        let Some(journal) = self.settings.journal else { return Ok(()) };
+        let divergences = self.outcome.end_to_end.map(|d| d.map(f64::to_bits));
+        journal.save(END, &End { divergences, linears, done: self.progress.done }, Vec::new())
     }
-    for (i, (name, dtype)) in about.norms.into_iter().enumerate() {
-        out.norms.push(PtqNorm { name, values: file.read_f32(&format!("norm.{i}"))?, dtype });
+
+    /// Whether the journal has the end-to-end steps, which are taken up then.
+    pub(super) fn restore_end(&mut self) -> Result<bool, TrainError> {
+        let Some(journal) = self.settings.journal else { return Ok(false) };
+        let Some((end, _)) = journal.load::<End>(END)? else { return Ok(false) };
+        (0..end.linears).try_for_each(|i| Sealed::open(&journal.end(i))?.verify())?;
+        self.outcome.end_to_end = end.divergences.map(|d| d.map(f64::from_bits));
+        self.progress.done = end.done;
+        Ok(true)
     }
-    let params = |p: (u32, i32)| QParams { scale: f32::from_bits(p.0), zero: p.1 };
-    out.inputs.extend(about.inputs.into_iter().map(|(m, args, p)| (m, InputGrid { args, params: p.map(params) })));
-    let fit = |(layer, before, after, kept)| BlockFit {
-        layer,
-        before: f64::from_bits(before),
-        after: f64::from_bits(after),
-        kept,
-    };
-    out.blocks.extend(about.fits.into_iter().map(fit));
-    out.never_hit = about.never_hit;
-    let mut latents = Vec::new();
-    for (i, module) in about.latents.into_iter().enumerate() {
-        latents.push((module, file.read_f32(&format!("latent.{i}"))?));
-    }
-    Ok((out, latents))
 }

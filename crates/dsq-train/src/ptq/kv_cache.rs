@@ -6,40 +6,58 @@
 //! the grids of their tokens, and each layer sees what the layers before it make with *their* keys and values on the grids just
 //! found. (While codes of weights are chosen, attention sees keys and values in float.)
 
-use super::{Calibration, PtqProgress, device, embedded};
+use super::journal::CACHE;
+use super::{Calibration, Journal, PtqProgress, device, embedded};
 use crate::TrainError;
 use dsq_checkpoint::LlamaConfig;
 use dsq_model::{Layer, ModelError};
-use dsq_quant::{InputGrid, KvGrid, QuantArgs};
+use dsq_quant::{InputGrid, KvGrid, QParams, QuantArgs};
+use serde::{Deserialize, Serialize};
 
 /// The grids of every layer, for the scheme `args`. `values` gives a tensor of the model that ships by its Hugging Face name,
 /// dequantized where it is codes; `inputs` gives the grid of a layer's inputs by its module name. Runs on the current rayon pool; any number of
-/// threads gives the same bits.
+/// threads gives the same bits. Each layer that is passed is written down in the `journal`, if there is one, and the walk goes on from there.
 ///
 /// # Errors
 /// [`TrainError::Keys`] (exit code 6) naming the layer for keys or values that are not finite; [`TrainError::Model`] for a tensor that
-/// is missing or has another shape; [`TrainError::Quant`] for another scheme than a cache can have.
-pub fn kv_grids(
+/// is missing or has another shape; [`TrainError::Quant`] for another scheme than a cache can have; [`TrainError::Journal`].
+pub fn kv_grids<E: From<TrainError>>(
     model: &LlamaConfig,
     inputs: impl Fn(&str) -> Option<InputGrid>,
     args: QuantArgs,
     calibration: &Calibration,
-    mut values: impl FnMut(&str) -> Option<Vec<f32>>,
+    mut values: impl FnMut(&str) -> Result<Option<Vec<f32>>, E>,
+    journal: Option<&Journal>,
     on_progress: &mut dyn FnMut(&PtqProgress),
-) -> Result<Vec<KvGrid>, TrainError> {
-    let mut tensor = |name: &str, shape: &[usize]| {
-        let problem = |problem: String| ModelError::Tensor { name: name.into(), problem };
-        let data = values(name).ok_or_else(|| problem(format!("expected shape {shape:?}, got no such tensor")))?;
+) -> Result<Vec<KvGrid>, E> {
+    let mut tensor = |name: &str, shape: &[usize]| -> Result<Vec<f32>, E> {
+        let problem = |problem: String| TrainError::from(ModelError::Tensor { name: name.into(), problem });
+        let data = values(name)?.ok_or_else(|| problem(format!("expected shape {shape:?}, got no such tensor")))?;
         match data.len() == shape.iter().product::<usize>() {
             true => Ok(data),
-            false => Err(problem(format!("expected shape {shape:?}, got {} values", data.len()))),
+            false => Err(problem(format!("expected shape {shape:?}, got {} values", data.len())).into()),
         }
     };
+    let saved = match journal {
+        Some(journal) => journal.load::<Walk>(CACHE)?,
+        None => None,
+    };
+    let grid = |[k, v]: [u32; 2]| {
+        let params = |bits| QParams { scale: f32::from_bits(bits), zero: 0 };
+        KvGrid { args, k: params(k), v: params(v) }
+    };
+    let mut grids: Vec<KvGrid> = saved.iter().flat_map(|(w, _)| w.scales.iter().copied().map(grid)).collect();
+    if grids.len() >= model.num_hidden_layers {
+        return Ok(grids);
+    }
     let table = tensor("model.embed_tokens.weight", &[model.vocab_size, model.hidden_size])?;
     let mut stream = embedded(model, table, calibration);
-    let mut progress = PtqProgress { done: 0, total: model.num_hidden_layers * stream.len(), layer: 0 };
-    let mut grids = Vec::with_capacity(model.num_hidden_layers);
-    for i in 0..model.num_hidden_layers {
+    if let Some((_, saved)) = &saved {
+        saved.stream("stream", stream.iter_mut().map(|(_, x)| x))?;
+    }
+    let (done, total) = (grids.len() * stream.len(), model.num_hidden_layers * stream.len());
+    let mut progress = PtqProgress { done, total, layer: 0 };
+    for i in grids.len()..model.num_hidden_layers {
         progress.layer = i;
         let mut layer = Layer::from_values(model, i, &device(), &mut tensor)?;
         for (part, linear) in layer.linears_mut() {
@@ -52,7 +70,7 @@ pub fn kv_grids(
             for ((most, x), what) in largest.iter_mut().zip(found).zip(["keys", "values"]) {
                 // A maximum would pass over NaN.
                 if let Some(&value) = x.iter().find(|x| !x.is_finite()) {
-                    return Err(TrainError::Keys { module: module(), what, value });
+                    return Err(TrainError::Keys { module: module(), what, value }.into());
                 }
                 *most = x.iter().fold(*most, |m, x| m.max(x.abs()));
             }
@@ -66,6 +84,19 @@ pub fn kv_grids(
             progress.done += 1;
             on_progress(&progress);
         }
+        if let Some(journal) = journal {
+            // After the last layer nothing looks at the stream.
+            let last = i + 1 == model.num_hidden_layers;
+            let stream = if last { Vec::new() } else { stream.iter().map(|(_, x)| x).collect() };
+            let scales = grids.iter().map(|g| [g.k.scale, g.v.scale].map(f32::to_bits)).collect();
+            journal.save_walk(CACHE, &Walk { scales }, vec![("stream", stream)])?;
+        }
     }
     Ok(grids)
+}
+
+/// What a journal has of the walk: the bits of the scales of keys and values of the layers that were passed.
+#[derive(Serialize, Deserialize)]
+struct Walk {
+    scales: Vec<[u32; 2]>,
 }

@@ -21,7 +21,7 @@ impl Run<'_> {
     /// for down; SmoothQuant's only into the norms. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
     /// one would have to change too.
     pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
-        let mut work = Work::new(&layer);
+        let mut work = Work::new(&layer, self.settings.scaling != Scaling::None);
         self.quantize_inputs(&mut layer);
         self.quantize_attention(&mut layer, &mut work)?;
         self.pass_attention(&layer);
@@ -338,14 +338,16 @@ fn rounding_error(
 struct Work(Vec<(String, LinearWork)>);
 
 struct LinearWork {
+    /// Empty where nothing is scaled.
     original: Vec<f32>,
     rescale: Option<Rescale>,
     size: [usize; 2],
 }
 
 impl LinearWork {
-    fn new(linear: &Linear) -> Self {
-        Self { original: linear.values(), rescale: None, size: linear.weight.dims() }
+    fn new(linear: &Linear, scales: bool) -> Self {
+        let original = if scales { linear.values() } else { Vec::new() };
+        Self { original, rescale: None, size: linear.weight.dims() }
     }
 
     /// Multiplies what has been done so far.
@@ -367,8 +369,9 @@ impl LinearWork {
 }
 
 impl Work {
-    fn new(layer: &Layer) -> Self {
-        Self(layer.linears().into_iter().map(|(name, l)| (name, LinearWork::new(l))).collect())
+    /// `scales`: whether columns will be scaled.
+    fn new(layer: &Layer, scales: bool) -> Self {
+        Self(layer.linears().into_iter().map(|(name, l)| (name, LinearWork::new(l, scales))).collect())
     }
 
     fn at(&self, part: &str) -> usize {

@@ -2,7 +2,7 @@
 //! (`gptq.rs`, `gptaq.rs`), learned rounding (`autoround.rs`) or training of weights, scales and zero points on the grid, block by block
 //! and then end to end (`blockwise.rs`); static grids of inputs. But for the steps end to end, one layer of the
 //! model is in memory at a time, beside the residual stream of all calibration windows; the activations inside a layer are
-//! run again for each set of linears that share inputs, and never kept. Not rounding to nearest (that needs no data:
+//! run again for each set of linears that share inputs, and never kept. What a layer became goes into the journal, where there is one. Not rounding to nearest (that needs no data:
 //! `QuantizedMatrix::quantize`), not the export.
 //!
 //! The walk is *truly sequential*: q, k and v are quantized first, o sees the inputs that they make once quantized, then
@@ -28,7 +28,7 @@ pub use blockwise::{BlockFit, Tuning};
 pub use calibration::Calibration;
 pub use gptq::{Factor, Fit, dampings, quantize as gptq_quantize};
 pub use hessian::Hessian;
-pub use journal::Journal;
+pub use journal::{Blocks, Found, Journal};
 pub use kv_cache::kv_grids;
 pub use sensitivity::{Choice, Sensitivity, allocate, sensitivity};
 
@@ -158,7 +158,7 @@ pub struct PtqNorm {
 /// What a run gives.
 #[derive(Debug, Clone, Default)]
 pub struct PtqOutcome {
-    /// The layers that the scheme names, in the order of the model.
+    /// The layers that the scheme names, in the order of the model. Of a run with a journal none: they lie there ([`Journal::blocks`]).
     pub linears: Vec<PtqLinear>,
     /// Norms and biases that AWQ or SmoothQuant changed.
     pub norms: Vec<PtqNorm>,
@@ -267,9 +267,10 @@ pub fn quantize_llama(
     };
     check_inputs(&settings)?;
     let mut run = Run::new(checkpoint, model, settings, calibration, on_progress)?;
-    for i in run.restore()?..model.num_hidden_layers {
+    let done = run.restore()?;
+    for i in done..model.num_hidden_layers {
         run.progress.layer = i;
-        let layer = Layer::from_checkpoint(checkpoint, i, &device())?;
+        let layer = float_layer(checkpoint, i, &device())?;
         match settings.method {
             PtqMethod::Rtn | PtqMethod::Gptq => drop(run.quantize_layer(layer)?),
             PtqMethod::Gptaq => {
@@ -281,8 +282,11 @@ pub fn quantize_llama(
         run.record(i)?;
     }
     run.progress.layer = model.num_hidden_layers;
-    run.head()?;
-    if settings.method.trains() && settings.tuning.steps > 0 {
+    if done <= model.num_hidden_layers {
+        run.head()?;
+        run.record(model.num_hidden_layers)?;
+    }
+    if settings.method.trains() && settings.tuning.steps > 0 && !run.restore_end()? {
         run.end_to_end(settings.end_text.unwrap_or(calibration))?;
     }
     Ok(run.outcome)
@@ -306,6 +310,16 @@ fn check_inputs(settings: &PtqSettings) -> Result<(), TrainError> {
         }
     }
     Ok(())
+}
+
+/// Layer `i` of a checkpoint in float: of a source that is codes the values of these, its inputs and its cache on no grid.
+fn float_layer(checkpoint: &Checkpoint, i: usize, device: &Device) -> Result<Layer, TrainError> {
+    Ok(Layer::from_checkpoint(checkpoint, i, device)?.without_grids())
+}
+
+/// [`float_layer`] of a whole model.
+fn float_model(checkpoint: &Checkpoint, device: &Device) -> Result<Llama, TrainError> {
+    Ok(Llama::from_checkpoint(checkpoint, device)?.without_grids())
 }
 
 /// A float device without gradients.

@@ -5,12 +5,14 @@
 //! Unlike calibration, which holds one layer, this holds the float model and the stream of its layers for one batch of text. Cost: for
 //! each layer and scheme four passes through the rest of the model.
 
-use super::{Calibration, device, values};
+use super::journal::SEARCH;
+use super::{Calibration, Journal, device, float_model, values};
 use crate::TrainError;
 use burn::tensor::Tensor;
 use dsq_checkpoint::Checkpoint;
-use dsq_model::{Layer, Llama, Teacher};
+use dsq_model::{Layer, Teacher};
 use dsq_quant::{InputGrid, QuantConfig, QuantScheme};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Linear layers that must share a scheme, because servers compute them as one matrix, and what each scheme does.
@@ -36,17 +38,27 @@ pub struct Choice {
 
 /// Measures every set of layers to which `config` gives its common scheme, with each of the candidates, on the first batch of
 /// `calibration`. Layers with a scheme of their own, and ignored ones, are left out. `on_progress`: sets of layers done, and all of them.
+/// Each set that is measured is written down in the `journal`, if there is one, and not measured again.
 ///
 /// # Errors
-/// [`TrainError::Model`] for another architecture or tensors that cannot be read; [`TrainError::Quant`] naming the layer.
+/// [`TrainError::Model`] for another architecture or tensors that cannot be read; [`TrainError::Quant`] naming the layer;
+/// [`TrainError::Journal`].
 pub fn sensitivity(
     checkpoint: &Checkpoint,
     config: &QuantConfig,
     candidates: &[QuantScheme],
     calibration: &Calibration,
+    journal: Option<&Journal>,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<Sensitivity>, TrainError> {
-    let float = Llama::from_checkpoint(checkpoint, &device())?;
+    let mut search = match journal {
+        Some(journal) => journal.load::<Search>(SEARCH)?.map(|(search, _)| search).unwrap_or_default(),
+        None => Search::default(),
+    };
+    if search.complete {
+        return Ok(search.sets.into_iter().map(Sensitivity::from).collect());
+    }
+    let float = float_model(checkpoint, &device())?;
     let ids = Arc::new(calibration.batches().next().unwrap_or_default());
     let b = ids.len() / calibration.context().max(1);
     let (batch, x) = float.embedded(ids.clone(), b);
@@ -72,10 +84,16 @@ pub fn sensitivity(
     for ((i, set), scheme) in sets.iter().zip(candidates.iter().cycle()) {
         rounded(&float.layers()[*i], *i, &set.modules, scheme)?;
     }
-    let total = sets.len() * candidates.len();
+    let (total, count) = (sets.len() * candidates.len(), sets.len());
     let mut done = 0;
-    for (i, set) in &mut sets {
+    for (at, (i, set)) in sets.iter_mut().enumerate() {
         let i = *i;
+        if let Some(measured) = search.sets.get(at).filter(|m| m.modules == set.modules) {
+            *set = measured.clone().into();
+            done += candidates.len();
+            on_progress(done, total);
+            continue;
+        }
         for scheme in candidates {
             let (layer, weights, bits) = rounded(&float.layers()[i], i, &set.modules, scheme)?;
             set.weights = weights;
@@ -89,8 +107,46 @@ pub fn sensitivity(
             done += 1;
             on_progress(done, total);
         }
+        if let Some(journal) = journal {
+            search.sets.truncate(at);
+            search.sets.push(Measured::from(&*set));
+            search.complete = at + 1 == count;
+            journal.save(SEARCH, &search, Vec::new())?;
+        }
     }
     Ok(sets.into_iter().map(|(_, set)| set).collect())
+}
+
+/// What a journal has of the search.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Search {
+    sets: Vec<Measured>,
+    complete: bool,
+}
+
+/// A [`Sensitivity`], its floats as bits.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Measured {
+    modules: Vec<String>,
+    weights: usize,
+    choices: Vec<[u64; 2]>,
+}
+
+impl From<&Sensitivity> for Measured {
+    fn from(s: &Sensitivity) -> Self {
+        let choices = s.choices.iter().map(|c| [c.bits.to_bits(), c.divergence.to_bits()]).collect();
+        Self { modules: s.modules.clone(), weights: s.weights, choices }
+    }
+}
+
+impl From<Measured> for Sensitivity {
+    fn from(m: Measured) -> Self {
+        let choice = |[bits, divergence]: [u64; 2]| Choice {
+            bits: f64::from_bits(bits),
+            divergence: f64::from_bits(divergence),
+        };
+        Self { modules: m.modules, weights: m.weights, choices: m.choices.into_iter().map(choice).collect() }
+    }
 }
 
 /// Layer `i` with the linears `modules` rounded to nearest, the number of their weights and of their bits.
