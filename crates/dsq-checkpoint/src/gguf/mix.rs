@@ -2,7 +2,8 @@
 //! without an importance matrix (`llama-quant.cpp`, `llama_tensor_get_type`). Not the quantization itself.
 
 use super::dequant::GgmlType;
-use super::llama::expected_tensors;
+use super::arch::Arch;
+use super::layout::{Layout, file_tensors};
 use crate::LlamaConfig;
 use dsq_quant::GgufGrid;
 
@@ -56,12 +57,10 @@ impl GgufType {
     }
 
     /// The type of the tensor that is called `name` in the file and has rows of `columns` values (0: it is no matrix, and stays
-    /// F32). A K-quant whose blocks of 256 do not divide a row becomes `Q5_0` (`Q4_K`) or `Q8_0` (`Q6_K`), and F16 where
+    /// F32). A K-quant whose blocks of 256 do not divide a row becomes `Q5_0` (`Q4_K`), `Q5_1` (`Q5_K`) or `Q8_0` (`Q6_K`), and F16 where
     /// blocks of 32 do not either. `None`: no block of this kind divides the row, and llama.cpp knows no other type for it.
-    ///
-    /// One thing is not done: of models of 80 layers llama.cpp stores the values as `Q5_K`, which dsq does not write.
     pub(crate) fn of_tensor(self, name: &str, columns: usize, config: &LlamaConfig) -> Option<GgmlType> {
-        if columns == 0 {
+        if columns == 0 || name.ends_with(".ffn_gate_inp.weight") {
             return Some(GgmlType::F32);
         }
         let layer = || name.strip_prefix("blk.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
@@ -70,18 +69,38 @@ impl GgufType {
             i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2
         };
         let output = name == "output.weight" || (name == "token_embd.weight" && config.tie_word_embeddings);
-        let sensitive = name.ends_with(".attn_v.weight") || name.ends_with(".ffn_down.weight");
-        let wanted = match self.matrices() {
-            plain @ (GgmlType::F16 | GgmlType::Q8_0) => plain,
+        let more_bits = layer().is_some_and(more_bits);
+        let part = name.strip_suffix(".weight").and_then(|n| n.rsplit('.').next()).unwrap_or_default();
+        // Mixtral 8x7B and 8x22B: llama.cpp spends more on attention, a small share of their weights.
+        let eight = config.experts.is_some_and(|e| e.count == 8);
+        // Models of 70 billion weights, whose values serve eight query heads each.
+        let grouped = config.num_attention_heads != config.num_key_value_heads;
+        let seventy = config.num_hidden_layers == 80
+            && match Arch::of(config) {
+                Arch::Llama => grouped,
+                other => other == Arch::Qwen2,
+            };
+        let wanted = match (self.matrices(), part) {
+            (GgmlType::F16, _) => GgmlType::F16,
+            (GgmlType::Q8_0, _) => GgmlType::Q8_0,
             _ if output => GgmlType::Q6K,
-            GgmlType::Q4K if sensitive && layer().is_some_and(more_bits) => GgmlType::Q6K,
-            other => other,
+            (_, "attn_v" | "attn_k") if eight => GgmlType::Q8_0,
+            (GgmlType::Q4K, "attn_output") if eight => GgmlType::Q5K,
+            (GgmlType::Q4K, "attn_v" | "attn_kv_b" | "ffn_down" | "ffn_down_exps" | "ffn_down_shexp") if more_bits => {
+                GgmlType::Q6K
+            }
+            (GgmlType::Q4K, "attn_v") if seventy => GgmlType::Q5K,
+            (other, _) => other,
         };
         let divides = |ty: GgmlType| columns.is_multiple_of(ty.block_len());
         match wanted {
             _ if divides(wanted) => Some(wanted),
-            GgmlType::Q4K | GgmlType::Q6K => {
-                let smaller = if wanted == GgmlType::Q4K { GgmlType::Q5_0 } else { GgmlType::Q8_0 };
+            GgmlType::Q4K | GgmlType::Q5K | GgmlType::Q6K => {
+                let smaller = match wanted {
+                    GgmlType::Q4K => GgmlType::Q5_0,
+                    GgmlType::Q5K => GgmlType::Q5_1,
+                    _ => GgmlType::Q8_0,
+                };
                 Some(if divides(smaller) { smaller } else { GgmlType::F16 })
             }
             _ => None,
@@ -90,15 +109,17 @@ impl GgufType {
 }
 
 impl GgufType {
-    /// The blocks that each linear layer of a model gets in such a file, by its module name; none where they are plain floats.
+    /// The blocks that each linear layer of a model gets in such a file, by its module name; none where they are plain floats, or
+    /// blocks of two tensors.
     pub fn grids(self, config: &LlamaConfig) -> Vec<(String, GgufGrid)> {
-        let grid = |file: &str, shape: &[usize]| self.of_tensor(file, *shape.get(1)?, config)?.grid();
-        let all = expected_tensors(config).into_iter().filter(|(file, _)| file != "token_embd.weight");
-        all.filter_map(|(file, t)| {
-            let module = t.name.strip_suffix(".weight")?.to_owned();
-            Some((module, grid(&file, &t.shape)?))
-        })
-        .collect()
+        let mut out = Vec::new();
+        for t in file_tensors(config, Layout { split_kv_b: true, rope_factors: false }) {
+            let grid = self.of_tensor(&t.file, t.columns(), config).and_then(GgmlType::grid);
+            if let Some(grid) = grid.filter(|_| t.file != "token_embd.weight" && !t.is_half()) {
+                out.extend(t.parts.iter().filter_map(|name| Some((name.strip_suffix(".weight")?.to_owned(), grid))));
+            }
+        }
+        out
     }
 }
 
