@@ -176,7 +176,7 @@ impl<'a> GgufExport<'a> {
                 Kind::Float(_) if floats && kept() => stored,
                 // llama.cpp's mixes want these finer than the rest; what the source has is kept.
                 Kind::Blocks(grid) if lossless && embedding => GgmlType::of_grid(grid),
-                Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => finest(source, module, options.ty),
+                Kind::Codes if lossless && embedding && options.ty.has_blocks() => finest(source, module, options.ty),
                 _ => match wanted {
                     Some(ty) => ty,
                     None => {

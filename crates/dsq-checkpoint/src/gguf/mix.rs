@@ -10,6 +10,10 @@ use dsq_quant::GgufGrid;
 /// A kind of GGUF file, named as llama.cpp names it (`general.file_type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufType {
+    /// Everything in f32.
+    F32,
+    /// Matrices in bf16.
+    Bf16,
     /// Matrices in f16.
     F16,
     /// Matrices in `Q8_0`.
@@ -24,7 +28,15 @@ pub enum GgufType {
 
 impl GgufType {
     /// Every kind.
-    pub const ALL: [GgufType; 5] = [GgufType::F16, GgufType::Q8_0, GgufType::Q4_0, GgufType::Q4_1, GgufType::Q4KM];
+    pub const ALL: [GgufType; 7] = [
+        GgufType::F32,
+        GgufType::Bf16,
+        GgufType::F16,
+        GgufType::Q8_0,
+        GgufType::Q4_0,
+        GgufType::Q4_1,
+        GgufType::Q4KM,
+    ];
 
     /// llama.cpp's name: `Q4_0`, `Q4_K_M`.
     pub fn name(self) -> &'static str {
@@ -37,6 +49,8 @@ impl GgufType {
     /// The number in `general.file_type`.
     pub(crate) fn file_type(self) -> u32 {
         match self {
+            GgufType::F32 => 0,
+            GgufType::Bf16 => 32,
             GgufType::F16 => 1,
             GgufType::Q4_0 => 2,
             GgufType::Q4_1 => 3,
@@ -45,9 +59,16 @@ impl GgufType {
         }
     }
 
+    /// Whether most matrices are in blocks, and not plain floats.
+    pub fn has_blocks(self) -> bool {
+        self.matrices().grid().is_some()
+    }
+
     /// The type of most matrices.
     pub(crate) fn matrices(self) -> GgmlType {
         match self {
+            GgufType::F32 => GgmlType::F32,
+            GgufType::Bf16 => GgmlType::Bf16,
             GgufType::F16 => GgmlType::F16,
             GgufType::Q8_0 => GgmlType::Q8_0,
             GgufType::Q4_0 => GgmlType::Q4_0,
@@ -81,8 +102,7 @@ impl GgufType {
                 other => other == Arch::Qwen2,
             };
         let wanted = match (self.matrices(), part) {
-            (GgmlType::F16, _) => GgmlType::F16,
-            (GgmlType::Q8_0, _) => GgmlType::Q8_0,
+            (plain @ (GgmlType::F32 | GgmlType::Bf16 | GgmlType::F16 | GgmlType::Q8_0), _) => plain,
             _ if output => GgmlType::Q6K,
             (_, "attn_v" | "attn_k") if eight => GgmlType::Q8_0,
             (GgmlType::Q4K, "attn_output") if eight => GgmlType::Q5K,
@@ -141,6 +161,7 @@ impl std::str::FromStr for GgufType {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Experts, Routing, Scores};
 
     fn config(layers: usize, tied: bool) -> LlamaConfig {
         LlamaConfig {
@@ -187,6 +208,41 @@ mod tests {
             assert_eq!(GgufType::Q4KM.of_tensor(name, columns, &c), Some(want), "{name} {columns}");
         }
         assert_eq!(GgufType::Q4KM.of_tensor("token_embd.weight", 256, &config(32, true)), Some(GgmlType::Q6K));
+    }
+
+    #[test]
+    fn experts_and_large_models_have_types_of_their_own() {
+        let routing =
+            Routing { per_token: 2, scores: Scores::Softmax, groups: None, normalized: true, scale: 1.0 };
+        let experts = |count| Experts { count, width: 512, shared: 0, first_layer: 0, every: 1, routing };
+        let mut c = config(32, false);
+        c.model_type = "mixtral".into();
+        c.experts = Some(experts(8));
+        for (name, columns, [four, four_k]) in [
+            ("blk.9.attn_v.weight", 256, [GgmlType::Q8_0; 2]),
+            ("blk.0.attn_k.weight", 256, [GgmlType::Q8_0; 2]),
+            ("blk.0.attn_output.weight", 256, [GgmlType::Q4_0, GgmlType::Q5K]),
+            ("blk.0.attn_output.weight", 288, [GgmlType::Q4_0, GgmlType::Q5_1]),
+            ("blk.0.attn_q.weight", 256, [GgmlType::Q4_0, GgmlType::Q4K]),
+            ("blk.0.ffn_gate_inp.weight", 256, [GgmlType::F32; 2]),
+            ("blk.0.ffn_down_exps.weight", 512, [GgmlType::Q4_0, GgmlType::Q6K]),
+            ("blk.4.ffn_down_exps.weight", 512, [GgmlType::Q4_0, GgmlType::Q4K]),
+        ] {
+            assert_eq!(GgufType::Q4_0.of_tensor(name, columns, &c), Some(four), "{name}");
+            assert_eq!(GgufType::Q4KM.of_tensor(name, columns, &c), Some(four_k), "{name}");
+        }
+        c.experts = Some(experts(6));
+        assert_eq!(GgufType::Q4KM.of_tensor("blk.4.attn_k.weight", 256, &c), Some(GgmlType::Q4K));
+        // Of 80 layers: 70 billion weights, in llama with grouped heads only.
+        let mut c = config(80, false);
+        let values = |c: &LlamaConfig| GgufType::Q4KM.of_tensor("blk.10.attn_v.weight", 256, c);
+        assert_eq!(values(&c), Some(GgmlType::Q5K));
+        c.num_key_value_heads = 4;
+        assert_eq!(values(&c), Some(GgmlType::Q4K));
+        c.model_type = "qwen2".into();
+        assert_eq!(values(&c), Some(GgmlType::Q5K));
+        c.model_type = "qwen3".into();
+        assert_eq!(values(&c), Some(GgmlType::Q4K));
     }
 
     #[test]
