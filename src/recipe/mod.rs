@@ -384,7 +384,7 @@ fn check_format(section: &Section, gguf: bool, quant: &QuantSettings) -> Result<
 
 /// The kinds of GGUF file whose blocks can be trained on.
 fn gguf_names() -> String {
-    let names = GgufType::ALL.into_iter().filter(|t| *t != GgufType::F16).map(GgufType::name);
+    let names = GgufType::ALL.into_iter().filter(|t| t.has_blocks()).map(GgufType::name);
     names.collect::<Vec<_>>().join(", ")
 }
 
@@ -541,7 +541,7 @@ fn read_phase(section: &mut Section, model: &LlamaConfig, float: Option<&LmPhase
 /// `language`: of a language model, whose INT8 activations have scales of their own for each token unless something else is said.
 fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliError> {
     let name = quant.string("scheme")?;
-    if let Some(ty) = GgufType::ALL.into_iter().find(|t| *t != GgufType::F16 && t.name() == name) {
+    if let Some(ty) = GgufType::ALL.into_iter().find(|t| t.has_blocks() && t.name() == name) {
         return read_gguf_quant(quant, ty, language);
     }
     // What the name leaves no choice in need not be said.

@@ -533,7 +533,7 @@ def llama_cpp_logits(path, sequences):
     """Of every token, with keys and values in f32."""
     import numpy
     import torch
-    model = llama_cpp().Llama(str(path), n_ctx=128, n_batch=128, n_ubatch=128, n_threads=2, logits_all=True, verbose=False,
+    model = llama_cpp().Llama(str(path), n_ctx=256, n_batch=256, n_ubatch=256, n_threads=2, logits_all=True, verbose=False,
                               type_k=0, type_v=0)
     out = []
     for ids in sequences:
@@ -609,7 +609,7 @@ def gguf_f32_logits(ctx, folder, ty):
     from gguf.quants import dequantize
     out, sequences = gguf_file(ctx, folder(ctx), ty), json.loads((folder(ctx) / "tokens.json").read_text())
     path, reader = ctx.work / f"{out.stem}-as-f32.gguf", gguf.GGUFReader(out)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if field.name == "general.architecture" or field.name.startswith("GGUF."):
             continue
@@ -623,6 +623,142 @@ def gguf_f32_logits(ctx, folder, ty):
     writer.write_tensors_to_file()
     writer.close()
     return compare_logits(ctx.dsq.logits(out, sequences), llama_cpp_logits(path, sequences), EXPORT_BOUND)
+
+
+def variant_config(name):
+    return next(c for c in json.loads((GOLDEN / "variants.json").read_text()) if c["name"] == name)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+LATENT = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=96, kv_lora_rank=32,
+              max_position_embeddings=256, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, rms_norm_eps=1e-6,
+              qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=16, intermediate_size=64, moe_intermediate_size=32,
+              n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1, rope_theta=10000.0)
+# Models that llama.cpp runs: a golden folder and changes of its config, or the config of a seeded model.
+GGUF_MODELS = {
+    "qwen2": ("qwen2_tiny", {"use_sliding_window": False}),
+    "qwen2_yarn": "qwen2_yarn",
+    "qwen3": ("qwen3_tiny", {}),
+    "mistral": ("mistral_tiny", {"sliding_window": None}),
+    "mistral_wide": ("mistral_tiny", {"sliding_window": 4096}),
+    "llama_linear": "linear",
+    "llama_llama3": "llama3",
+    "llama_yarn": "yarn",
+    "llama_yarn_attention_factor": "yarn_attention_factor",
+    "llama_yarn_mscales": "yarn_mscales",
+    "mixtral": ("mixtral_tiny", {}),
+    "deepseek_v2_lite": (None, dict(LATENT, model_type="deepseek_v2", q_lora_rank=None, n_routed_experts=6, n_shared_experts=2,
+                                    topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0,
+                                    rope_scaling=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707})),
+    "deepseek_v3": (None, dict(LATENT, model_type="deepseek_v3", q_lora_rank=32, n_routed_experts=8, topk_method="noaux_tc",
+                               scoring_func="sigmoid", n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
+                               rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})),
+}
+# Models whose types llama.cpp's quantizer chooses in ways of their own: eight experts (rows of 256 and of 288), 80 layers with grouped heads.
+GGUF_MIXES = {
+    "mixtral_eight": (None, dict(model_type="mixtral", hidden_size=256, intermediate_size=288, num_hidden_layers=4, num_attention_heads=4,
+                                 num_key_value_heads=2, vocab_size=96, num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
+                                 max_position_embeddings=256, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)),
+    "llama_80_layers": (None, dict(model_type="llama", hidden_size=256, intermediate_size=32, num_hidden_layers=80, num_attention_heads=4,
+                                   num_key_value_heads=1, vocab_size=96, max_position_embeddings=256, bos_token_id=0, eos_token_id=0,
+                                   tie_word_embeddings=False)),
+}
+
+
+def gguf_model(ctx, name):
+    """A folder of GGUF_MODELS or GGUF_MIXES with sequences beyond every original context."""
+    import shutil
+    import torch
+    out = ctx.work / f"gguf-{name}"
+    if out.exists():
+        return out
+    spec = (GGUF_MODELS | GGUF_MIXES)[name]
+    base, config = (variant_config(spec)["base"], variant_config(spec)["config"]) if isinstance(spec, str) else spec
+    if base is not None:
+        out.mkdir()
+        shutil.copy(GOLDEN / base / "model.safetensors", out)
+        if not isinstance(spec, str):
+            config = json.loads((GOLDEN / base / "config.json").read_text()) | config
+        (out / "config.json").write_text(json.dumps(config))
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        kind, rest = config["model_type"], {k: v for k, v in config.items() if k != "model_type"}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest), attn_implementation="eager").float()
+        g = torch.Generator().manual_seed(8000)
+        for key, p in [*model.named_parameters(), *(b for b in model.named_buffers() if b[0].endswith("correction_bias"))]:
+            noise = torch.randn(p.shape, generator=g)
+            p.data = (1.0 + 0.1 * noise if "norm" in key else noise * 0.5 if "embed" in key else noise * 0.1)
+        model.save_pretrained(out)
+        (out / "generation_config.json").unlink(missing_ok=True)
+    vocab = json.loads((out / "config.json").read_text())["vocab_size"]
+    (out / "tokens.json").write_text(json.dumps([[(i * 37 + j * 11 + i * i) % vocab for i in range(150 - 60 * j)] for j in range(2)]))
+    return out
+
+
+def converted(folder):
+    """What convert_hf_to_gguf.py makes of a folder in F32, by its rules, under gguf's own names: rows of `llama` permuted, experts
+    stacked, kv_b_proj in two."""
+    import gguf
+    import torch
+    config, tensors = json.loads((folder / "config.json").read_text()), read_folder(folder)
+    kind = config["model_type"]
+    arch = {"qwen2": "QWEN2", "qwen3": "QWEN3", "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2"}.get(kind, "LLAMA")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], config["num_hidden_layers"])
+    out, experts = {}, {}
+
+    def put(name, value):
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        expect(found is not None, f"{name}: gguf has no name for it")
+        out[found] = value.contiguous().numpy()
+
+    for name, w in tensors.items():
+        parts = name.split(".")
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(parts[-2])
+        if arch == "LLAMA" and heads:
+            n = config[heads]
+            w = w.reshape(n, 2, w.shape[0] // n // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+        if "experts" in parts:
+            at = parts.index("experts")
+            experts.setdefault((*parts[:at], *parts[at + 2:]), {})[int(parts[at + 1])] = w
+        elif parts[-2] == "kv_b_proj":
+            n, nope, value = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
+            keys, values = w.view(n, nope + value, -1).split([nope, value], dim=1)
+            put(name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2))
+            put(name.replace("kv_b_proj", "v_b_proj"), values)
+        elif parts[-1] == "e_score_correction_bias":
+            put(name.replace("e_score_correction_bias", "e_score_correction.bias"), w)
+        else:
+            put(name, w)
+    for parts, each in experts.items():
+        stacked = torch.stack([each[e] for e in range(len(each))])
+        if kind == "mixtral":
+            put(f"layers.{parts[2]}.feed_forward.experts.{parts[-2]}.weight", stacked)
+        else:
+            put(".".join((*parts[:-2], "experts", *parts[-2:])), stacked)
+    return out
+
+
+def gguf_architecture(ctx, name):
+    """In F32: PyPI gguf reads the tensors that the converter's rules make of the folder; the folder comes back, tensors and config;
+    llama.cpp gives the logits that dsq gives for the folder."""
+    import numpy
+    model = gguf_model(ctx, name)
+    out, back = gguf_file(ctx, model, "F32"), ctx.work / f"gguf-{name}-back"
+    want, got = converted(model), gguf_tensors(out)
+    extra = set(got) - set(want) - {"rope_freqs.weight"}
+    expect(not extra and not set(want) - set(got), f"tensors {sorted(extra | set(want) - set(got))}")
+    for tensor, value in want.items():
+        found = got[tensor].data.reshape(got[tensor].shape[::-1])
+        expect(found.shape == value.shape and numpy.array_equal(found, value), f"{tensor}: {found.shape}, expected {value.shape}, or values differ")
+    ctx.dsq("export", out, "--out", back, "--format", "safetensors", "--dtype", "f32")
+    a, b = read_folder(model), read_folder(back)
+    expect(a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a), "the folder does not come back")
+    sequences = json.loads((model / "tokens.json").read_text())
+    ours = ctx.dsq.logits(model, sequences)
+    again = ctx.dsq.logits(out, sequences)
+    expect(all(x.equal(y) for x, y in zip(ours, again, strict=True)), "dsq's own logits of the file differ")
+    figure = compare_logits(ours, llama_cpp_logits(out, sequences), EXPORT_BOUND)
+    return f"{len(want)} tensors equal; {figure}"
 
 
 # ------------------------------------------------------------------ GPTQ and AWQ
@@ -818,6 +954,16 @@ def checks():
                 yield f"gguf-bytes {name} {ty}", lambda ctx, f=folder, t=ty: gguf_bytes(ctx, f, t)
             yield f"gguf-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_logits(ctx, f, t)
             yield f"gguf-f32-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_f32_logits(ctx, f, t)
+    for name in GGUF_MODELS:
+        yield f"gguf-architecture {name}", lambda ctx, n=name: gguf_architecture(ctx, n)
+        for ty in ("F16", "Q8_0", "Q4_K_M"):
+            yield f"gguf-f32-logits {name} {ty}", lambda ctx, n=name, t=ty: gguf_f32_logits(ctx, lambda c: gguf_model(c, n), t)
+        # Another expert for a rounded score moves logits by any amount: of these the check above alone.
+        if "mixtral" not in name and "deepseek" not in name:
+            for ty in ("F16", "Q8_0"):
+                yield f"gguf-logits {name} {ty}", lambda ctx, n=name, t=ty: gguf_logits(ctx, lambda c: gguf_model(c, n), t)
+    for name, ty in [("mixtral_eight", t) for t in GGUF_TYPES if t != "F16"] + [("llama_80_layers", "Q4_K_M"), ("deepseek_v3", "Q8_0"), ("deepseek_v3", "Q4_K_M")]:
+        yield f"gguf-bytes {name} {ty}", lambda ctx, n=name, t=ty: gguf_bytes(ctx, lambda c: gguf_model(c, n), t)
     for tiny in TINY[:2]:
         # The untied model has layers of 48 outputs, which GPTQ does not hold.
         for name in (n for n in COLUMN_EXPORTS if tiny == TINY[0] or n.startswith("awq")):

@@ -480,7 +480,7 @@ def gguf_rows():
 
 
 def gguf_grids():
-    """Q4_0, Q4_1, Q5_0, Q8_0 by the Python package `gguf`; Q4_K, Q6_K, and the same four again, by ggml itself.
+    """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 by the Python package `gguf`; Q4_K, Q5_K, Q6_K, and the same five again, by ggml itself.
 
     Needs `pip install gguf==0.19.0 libggml-python==0.20.2.post1` (ggml built for plain x86-64, so without fused
     multiply-add in its reference quantizers). Rows whose scale is not finite have no bytes: dsq refuses them.
@@ -504,7 +504,7 @@ def gguf_grids():
         assert lib.ggml_quantize_chunk(int(ty), row.ctypes.data, out.ctypes.data, 0, 1, row.size, None) == out.size
         return out
 
-    halves = {T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q8_0: [0], T.Q4_K: [0, 2], T.Q6_K: [208]}
+    halves = {T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q5_1: [0, 2], T.Q8_0: [0], T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208]}
     def fnv1a(data):
         # Decoded values are pinned by a digest, to keep the file small; 64-bit FNV-1a is three lines in any language.
         digest = 0xCBF29CE484222325
@@ -524,7 +524,7 @@ def gguf_grids():
                 size = gguf.GGML_QUANT_SIZES[ty][1]
                 with np.errstate(all="ignore"):
                     blocks = by_ggml(row, ty)
-                    assert ty in (T.Q4_K, T.Q6_K) or (gguf.quantize(row[None, :], ty)[0] == blocks).all(), (name, ty)
+                    assert ty in (T.Q4_K, T.Q5_K, T.Q6_K) or (gguf.quantize(row[None, :], ty)[0] == blocks).all(), (name, ty)
                     decoded = gguf.dequantize(blocks[None, :], ty)[0].astype("<f4")
                 scales = np.stack([np.ascontiguousarray(blocks.reshape(-1, size)[:, a : a + 2]) for a in at])
                 if np.isfinite(scales.view(np.float16)).all():

@@ -50,6 +50,38 @@ fn a_file_runs_as_its_dequantized_weights_do() {
     }
 }
 
+/// The runtime computes from a file, bit for bit, what it computes from the folder that it was made of.
+#[test]
+fn a_file_of_any_architecture_runs_as_its_folder_does() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, changes) in [
+        ("qwen2_tiny", serde_json::json!({"use_sliding_window": false})),
+        ("qwen3_tiny", serde_json::json!({})),
+        ("mistral_tiny", serde_json::json!({"sliding_window": null})),
+        ("llama_tiny_llama3rope", serde_json::json!({})),
+        ("mixtral_tiny", serde_json::json!({})),
+        ("deepseek_v2_lite_tiny", serde_json::json!({"rms_norm_eps": 1e-6})),
+        ("deepseek_v3_tiny", serde_json::json!({"rms_norm_eps": 1e-6})),
+    ] {
+        let [model, out] = [name, "m.gguf"].map(|n| dir.path().join(n));
+        std::fs::create_dir(&model).unwrap();
+        std::fs::copy(golden(name).join("model.safetensors"), model.join("model.safetensors")).unwrap();
+        let config = std::fs::read(golden(name).join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_slice(&config).unwrap();
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        std::fs::write(model.join("config.json"), config.to_string()).unwrap();
+        gguf(&model, &out, "F32", &["--overwrite"]);
+        assert_eq!(logits(&model), logits(&out), "{name}");
+        let seen = works(&["inspect", text(&out)]);
+        assert!(seen.contains("no tokenizer") || seen.contains("tokenizer.ggml.model"), "{seen}");
+        // In blocks: every part of a stacked tensor is read back as it was written, or the export fails.
+        if !name.starts_with("deepseek") {
+            gguf(&model, &out, "Q8_0", &["--overwrite"]);
+            assert_ne!(logits(&model), logits(&out), "{name}");
+        }
+    }
+}
+
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let dir = tempfile::tempdir().unwrap();

@@ -3,7 +3,6 @@
 
 use crate::checkpoint::hex_sha256;
 use crate::columns::{self, FolderFormat};
-use crate::config::fields::show;
 use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
@@ -14,7 +13,7 @@ use crate::{
 };
 use dsq_quant::{InputGrid, Mapping};
 use serde_json::Value;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 /// How many problems an error lists.
@@ -323,16 +322,17 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
     };
     let mut faults = Vec::new();
     let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    // Each once: a tensor of a GGUF file may hold many of the source's.
     let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
-    for (name, expected) in stored {
+    for (name, expected) in stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>() {
         let found = match gguf {
             // By its name in the file.
             Some(g) => g.sha256_as_stored(name).and_then(|found| found.ok_or_else(|| ckpt.missing(name))),
             None => ckpt.sha256(name),
         };
         let problem = match found {
-            Ok(got) if expected == got.as_str() => continue,
-            Ok(got) => format!("not the tensor that was exported; expected SHA-256 {}, got \"{got}\"", show(expected)),
+            Ok(got) if expected == got => continue,
+            Ok(got) => format!("not the tensor that was exported; expected SHA-256 {expected:?}, got \"{got}\""),
             Err(e) => e.to_string(),
         };
         faults.push(fault(Severity::Error, ckpt.path(), name, problem));

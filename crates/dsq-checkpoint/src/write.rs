@@ -314,6 +314,34 @@ impl FileWriter {
         Ok(&self.temp)
     }
 
+    /// [`FileWriter::commit`], with `proof` as the file `place` beside it. The proof is on the disk under another name before
+    /// anything changes; the proof of an old file goes first and that of the new one comes last, so that a kill at any moment
+    /// leaves a file beside its own proof, or beside none.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub(crate) fn commit_proven(self, place: &Path, proof: &[u8]) -> Result<(), CheckpointError> {
+        let real = place.canonicalize().unwrap_or_else(|_| place.to_path_buf());
+        remove_leftovers(&real);
+        let temp = sibling(&real)?;
+        let mode = existing_mode(&real);
+        let write = |f: &mut File| f.write_all(proof).map_err(|e| CheckpointError::io(place, "write the proof", e));
+        let done = write_new(&temp, place, mode, write).and_then(|()| {
+            match std::fs::remove_file(&real) {
+                Ok(()) => sync_dir(parent(&real))?,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) => return Err(CheckpointError::io(place, "remove the old proof", e)),
+            }
+            self.commit()?;
+            std::fs::rename(&temp, &real).map_err(|e| CheckpointError::io(place, "give the proof its name", e))
+        });
+        if done.is_err() {
+            let _ = std::fs::remove_file(&temp);
+            return done;
+        }
+        sync_dir(parent(&real))
+    }
+
     /// Gives the file its name and syncs the folder.
     ///
     /// # Errors

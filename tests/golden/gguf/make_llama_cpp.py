@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, LAYERS = 256, 4, 2, 288, 96, 8
-TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15}
+TYPES = {"F32": 0, "BF16": 32, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15}
 
 
 @llama_cpp.llama_log_callback

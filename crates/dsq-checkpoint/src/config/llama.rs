@@ -486,7 +486,7 @@ fn read_windows(
 }
 
 /// The f64 whose shortest decimal form is that of `x`, so that a config shows 1e-5 and not 9.999999747378752e-6.
-pub(super) fn short(x: f32) -> f64 {
+pub(crate) fn short(x: f32) -> f64 {
     x.to_string().parse().unwrap_or_else(|_| f64::from(x))
 }
 

@@ -13,6 +13,7 @@ pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use latent::{LATENT_NORM_EPS, Latent};
 pub use llama::LlamaConfig;
+pub(crate) use llama::short;
 pub use resnet::ResNetConfig;
 pub use rope::{RopeScaling, Rotary, Yarn};
 

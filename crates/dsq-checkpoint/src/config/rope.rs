@@ -121,7 +121,8 @@ impl Yarn {
         (low, if low == high { high + 0.001 } else { high })
     }
 
-    fn attention_factor(&self) -> f64 {
+    /// What cosines and sines are multiplied by.
+    pub(crate) fn attention_factor(&self) -> f64 {
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(factor), ..) => factor,
             (None, Some(a), Some(b)) if a != 0.0 && b != 0.0 => self.magnitude(a) / self.magnitude(b),
@@ -130,7 +131,7 @@ impl Yarn {
     }
 
     /// The magnitude of queries and keys for the coefficient `m`.
-    pub(super) fn magnitude(&self, m: f64) -> f64 {
+    pub(crate) fn magnitude(&self, m: f64) -> f64 {
         if self.factor <= 1.0 { 1.0 } else { 0.1 * m * self.factor.ln() + 1.0 }
     }
 }

@@ -6,18 +6,20 @@
 //! [`GgufOptions::requantize`] allows it.
 
 use super::dequant::GgmlType;
+use super::layout::{FileTensor, Layout, Order, file_tensors, original_row};
 use super::mix::GgufType;
-use super::proof::{Meant, prove};
+use super::proof::{Meant, MeantPart, prove};
 use super::value::Metadata;
 use super::write::{ALIGNMENT, TableRow, header};
-use super::{hex, keys, llama};
+use super::{hex, keys, rope};
 use crate::checkpoint::hex_sha256;
 use crate::export::{CODES, ExportLoss, Proof, SourceRecord, TensorProof};
 use crate::tensor::{conversion_loss, float_bytes};
-use crate::write::{FileWriter, check_output, write_atomic};
+use crate::write::{FileWriter, check_output};
 use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig};
 use dsq_quant::{FloatType, GgufGrid, QuantError};
 use sha2::{Digest, Sha256};
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
@@ -57,31 +59,33 @@ enum Kind {
 /// A tensor to write.
 #[derive(Debug)]
 pub(super) struct Planned {
-    /// Its name in the file.
-    pub(super) file: String,
-    /// Its Hugging Face name.
-    pub(super) name: String,
-    /// Shape, outermost first.
-    pub(super) shape: Vec<usize>,
+    /// What it holds.
+    pub(super) tensor: FileTensor,
     /// Its type in the file.
     pub(super) ty: GgmlType,
-    heads: Option<usize>,
-    kind: Kind,
+    /// How the source stores each of its parts; of what is computed one, in F32.
+    kinds: Vec<Kind>,
 }
 
 impl Planned {
-    fn module(&self) -> &str {
-        self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    /// The Hugging Face name of a part; of what has none that in the file.
+    pub(super) fn name(&self, part: usize) -> &str {
+        self.tensor.parts.get(part).unwrap_or(&self.tensor.file)
+    }
+
+    /// Parts, at least one.
+    pub(super) fn parts(&self) -> usize {
+        self.kinds.len()
     }
 
     fn row(&self) -> TableRow<'_> {
-        TableRow { name: &self.file, shape: &self.shape, ty: self.ty }
+        TableRow { name: &self.tensor.file, shape: &self.tensor.shape, ty: self.ty }
     }
 }
 
-/// A tensor as it is to be stored.
+/// A part of a tensor as it is to be stored.
 struct Encoded {
-    /// Rows in Hugging Face order.
+    /// Rows in Hugging Face order, but for halves of `kv_b_proj`.
     bytes: Vec<u8>,
     /// What the source holds, and what the bytes stand for.
     values: Vec<f32>,
@@ -101,6 +105,7 @@ impl Encoded {
 pub struct GgufExport<'a> {
     source: &'a Checkpoint,
     config: LlamaConfig,
+    rope_factors: Vec<f32>,
     out: PathBuf,
     options: GgufOptions,
     plan: Vec<Planned>,
@@ -113,7 +118,8 @@ impl<'a> GgufExport<'a> {
     /// Makes all checks that need no weight: the architecture, the output, the rows of every matrix, the tokenizer.
     ///
     /// # Errors
-    /// [`CheckpointError::Usage`] (2) for an output in use, another architecture, or rows that no block divides;
+    /// [`CheckpointError::Usage`] (2) for an output in use, an image model, what llama.cpp would not honour of a config, or rows
+    /// that no block divides;
     /// [`CheckpointError::Invalid`] (3) for a tokenizer that GGUF cannot say.
     pub fn new(source: &'a Checkpoint, out: &Path, options: GgufOptions) -> Result<Self, CheckpointError> {
         check_output(&[source.path()], out)?;
@@ -123,23 +129,19 @@ impl<'a> GgufExport<'a> {
         let ModelConfig::Llama(config) = source.config() else {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
         };
-        if config.model_type != "llama" {
-            let problem =
-                format!("GGUF files hold models of type llama here; expected llama, got {}", config.model_type);
-            return usage("--format", problem);
-        }
-        if let Some(scaling) = &config.rope_scaling {
-            let problem = format!("GGUF files have no rotary scaling here; expected none, got {scaling:?}");
-            return usage("--format", problem);
-        }
-        if config.windows.iter().any(Option::is_some) {
-            return usage("--format", "GGUF files have no attention windows here; expected none, got some".into());
-        }
-        let config = config.clone();
-        let tensors = llama::expected_tensors(&config);
-        let kinds: Vec<Kind> =
-            tensors.iter().map(|(_, t)| kind(source, &t.name)).collect::<Result<_, CheckpointError>>()?;
-        let quantized = kinds.iter().any(|k| !matches!(k, Kind::Float(_)));
+        let mut config = config.clone();
+        // Layers for predictions beyond the next token are left out, by name.
+        config.latent.iter_mut().for_each(|a| a.mtp_layers = 0);
+        let factors = match source.gguf() {
+            Some(file) => file.rope_factors.clone(),
+            None => rope::factors(&config),
+        };
+        let usual = Layout { split_kv_b: true, rope_factors: factors.is_some() };
+        let layout = source.gguf().map_or(usual, |file| file.layout);
+        let metadata = keys::metadata(source, &config, layout, options.ty, out)?;
+        let tensors = file_tensors(&config, layout);
+        let kinds = tensors.iter().map(|t| kinds(source, t)).collect::<Result<Vec<Vec<Kind>>, CheckpointError>>()?;
+        let quantized = kinds.iter().flatten().any(|k| !matches!(k, Kind::Float(_)));
         let lossless = quantized && !options.requantize;
         if let Some(dtype) = options.dtype.filter(|_| !lossless) {
             let why = if quantized { "--requantize" } else { "a float source" };
@@ -149,29 +151,41 @@ impl<'a> GgufExport<'a> {
             );
         }
         let (mut plan, mut odd) = (Vec::new(), Vec::new());
-        for ((file, t), kind) in tensors.into_iter().zip(kinds) {
-            let columns = if t.shape.len() < 2 { 0 } else { t.shape[1] };
-            let wanted = options.ty.of_tensor(&file, columns, &config);
-            let embedding = file == "token_embd.weight" || file == "output.weight";
-            let ty = match kind {
-                Kind::Float(stored) if lossless && columns > 0 => {
-                    options.dtype.and_then(GgmlType::of_float).unwrap_or(stored)
-                }
-                Kind::Float(stored) if options.keep.iter().any(|m| t.name.strip_suffix(".weight") == Some(m)) => stored,
+        for (t, kinds) in tensors.into_iter().zip(kinds) {
+            let (columns, module) = (t.columns(), t.parts.first().map_or("", |name| module(name)));
+            let wanted = options.ty.of_tensor(&t.file, columns, &config);
+            let embedding = t.file == "token_embd.weight" || t.file == "output.weight";
+            let floats = kinds.iter().all(|k| matches!(k, Kind::Float(_)));
+            if lossless && !floats && kinds.iter().any(|k| matches!(k, Kind::Float(_))) {
+                let problem = format!(
+                    "{}: a GGUF file has one type for all experts of a layer; expected codes for all, got floats for some",
+                    t.file
+                );
+                return Err(CheckpointError::usage(source.path(), "--gguf-type", problem)
+                    .with_hint("--requantize quantizes these too"));
+            }
+            // Of several floats the one that holds all.
+            let stored = match kinds[0] {
+                Kind::Float(ty) if kinds.iter().all(|k| *k == Kind::Float(ty)) => ty,
+                _ => GgmlType::F32,
+            };
+            let kept = || t.parts.iter().all(|name| options.keep.iter().any(|m| self::module(name) == m));
+            let ty = match kinds[0] {
+                _ if wanted == Some(GgmlType::F32) => GgmlType::F32,
+                Kind::Float(_) if lossless && floats => options.dtype.and_then(GgmlType::of_float).unwrap_or(stored),
+                Kind::Float(_) if floats && kept() => stored,
                 // llama.cpp's mixes want these finer than the rest; what the source has is kept.
                 Kind::Blocks(grid) if lossless && embedding => GgmlType::of_grid(grid),
-                Kind::Codes if lossless && embedding && options.ty != GgufType::F16 => {
-                    finest(source, &t.name, options.ty)
-                }
+                Kind::Codes if lossless && embedding && options.ty.has_blocks() => finest(source, module, options.ty),
                 _ => match wanted {
                     Some(ty) => ty,
                     None => {
-                        odd.push(format!("{} ({columns})", t.name));
+                        odd.push(format!("{} ({columns})", t.parts.first().unwrap_or(&t.file)));
                         continue;
                     }
                 },
             };
-            plan.push(Planned { file, name: t.name, shape: t.shape, ty, heads: t.interleaved_heads, kind });
+            plan.push(Planned { tensor: t, ty, kinds });
         }
         if !odd.is_empty() {
             let listed = odd[..odd.len().min(10)].join(", ");
@@ -182,9 +196,9 @@ impl<'a> GgufExport<'a> {
             );
             return Err(CheckpointError::usage(source.path(), "--gguf-type", problem).with_hint("F16 takes any shape"));
         }
-        let metadata = keys::metadata(source, &config, options.ty, out)?;
         let dropped = dropped(source, &config, &plan)?;
-        Ok(Self { source, config, out: out.to_path_buf(), options, plan, metadata, dropped, quantized })
+        let (out, rope_factors) = (out.to_path_buf(), factors.unwrap_or_default());
+        Ok(Self { source, config, rope_factors, out, options, plan, metadata, dropped, quantized })
     }
 
     /// Tensors of the file.
@@ -200,12 +214,12 @@ impl<'a> GgufExport<'a> {
 
     /// Bytes that reading, encoding and writing the largest tensor takes: its values, what became of them, its bytes before and after.
     pub fn working_bytes(&self) -> u64 {
-        self.plan.iter().map(|p| 14 * p.shape.iter().product::<usize>() as u64).max().unwrap_or(0)
+        self.plan.iter().map(|p| 14 * p.tensor.part_shape.iter().product::<usize>() as u64).max().unwrap_or(0)
     }
 
     /// The blocks that most values get, and how many values get blocks; `None` where none does.
     pub fn main_grid(&self) -> Option<(GgufGrid, u64)> {
-        let sized = |p: &Planned| Some((p.ty.grid()?, p.shape.iter().product::<usize>() as u64));
+        let sized = |p: &Planned| Some((p.ty.grid()?, p.tensor.shape.iter().product::<usize>() as u64));
         let all: Vec<(GgufGrid, u64)> = self.plan.iter().filter_map(sized).collect();
         let of = |grid: GgufGrid| all.iter().filter(|(g, _)| *g == grid).map(|(_, n)| n).sum::<u64>();
         let main = all.iter().map(|(g, _)| *g).max_by_key(|g| of(*g))?;
@@ -228,10 +242,11 @@ impl<'a> GgufExport<'a> {
         }
         let mut loss = ExportLoss::default();
         for p in &self.plan {
-            let compared = !matches!(p.kind, Kind::Float(_)) || (self.options.requantize && p.shape.len() > 1);
-            if compared {
-                let encoded = self.encode(p, encode)?;
-                loss.add(&p.name, &encoded.values, &encoded.stored);
+            for (part, kind) in p.kinds.iter().enumerate() {
+                if !matches!(kind, Kind::Float(_)) || (self.options.requantize && p.tensor.columns() > 0) {
+                    let encoded = self.encode(p, part, encode)?;
+                    loss.add(p.name(part), &encoded.values, &encoded.stored);
+                }
             }
             tick();
         }
@@ -254,17 +269,23 @@ impl<'a> GgufExport<'a> {
         writer.write(&head)?;
         let mut meant = Vec::with_capacity(self.plan.len());
         for p in &self.plan {
-            let encoded = self.encode(p, encode)?;
-            if !matches!(p.kind, Kind::Float(_)) && !self.options.requantize && !encoded.exact() {
-                let problem = format!("{} does not hold these values; expected equal values, got others", p.ty.name());
-                return Err(CheckpointError::numerics(self.source.path(), &p.name, problem)
-                    .with_hint("--requantize allows values to change"));
+            let (mut hash, mut len, mut parts) = (Sha256::new(), 0, Vec::with_capacity(p.parts()));
+            for (part, kind) in p.kinds.iter().enumerate() {
+                let encoded = self.encode(p, part, encode)?;
+                if !matches!(kind, Kind::Float(_)) && !self.options.requantize && !encoded.exact() {
+                    let problem =
+                        format!("{} does not hold these values; expected equal values, got others", p.ty.name());
+                    return Err(CheckpointError::numerics(self.source.path(), p.name(part), problem)
+                        .with_hint("--requantize allows values to change"));
+                }
+                let bytes = in_file_order(&encoded.bytes, p);
+                writer.write(&bytes)?;
+                hash.update(&bytes);
+                len += bytes.len();
+                parts.push(self.meant(p, part, &encoded)?);
             }
-            let bytes = in_file_order(&encoded.bytes, p);
-            writer.write(&bytes)?;
-            let padding = bytes.len().next_multiple_of(ALIGNMENT as usize) - bytes.len();
-            writer.write(&[0; ALIGNMENT as usize][..padding])?;
-            meant.push(self.meant(p, &bytes, &encoded)?);
+            writer.write(&[0; ALIGNMENT as usize][..len.next_multiple_of(ALIGNMENT as usize) - len])?;
+            meant.push(Meant { bytes: hex(hash), parts });
             tick();
         }
         let mut proof = prove(writer.written()?, &self.config, &self.metadata, &self.plan, &meant, size)?;
@@ -275,8 +296,7 @@ impl<'a> GgufExport<'a> {
         }
         let text = serde_json::to_vec_pretty(&proof)
             .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
-        writer.commit()?;
-        write_atomic(&super::proof_path(&self.out), &text)?;
+        writer.commit_proven(&super::proof_path(&self.out), &text)?;
         Ok(proof)
     }
 
@@ -293,13 +313,20 @@ impl<'a> GgufExport<'a> {
     /// What tensor `i` is to become.
     #[cfg(test)]
     pub(super) fn meant_of(&self, i: usize, encode: &Encode) -> Result<Meant, CheckpointError> {
-        let encoded = self.encode(&self.plan[i], encode)?;
-        self.meant(&self.plan[i], &in_file_order(&encoded.bytes, &self.plan[i]), &encoded)
+        let (p, mut bytes, mut parts) = (&self.plan[i], Vec::new(), Vec::new());
+        for part in 0..p.parts() {
+            let encoded = self.encode(p, part, encode)?;
+            bytes.extend(in_file_order(&encoded.bytes, p));
+            parts.push(self.meant(p, part, &encoded)?);
+        }
+        Ok(Meant { bytes: hex_sha256(&bytes), parts })
     }
 
-    /// The record of a tensor whose bytes were written.
-    fn meant(&self, p: &Planned, bytes: &[u8], e: &Encoded) -> Result<Meant, CheckpointError> {
-        let became = match p.kind {
+    /// The record of a part that was written.
+    fn meant(&self, p: &Planned, part: usize, e: &Encoded) -> Result<MeantPart, CheckpointError> {
+        let (kind, name) = (p.kinds[part], p.name(part));
+        let became = match kind {
+            _ if p.tensor.order == Order::Computed => "computed",
             Kind::Float(stored) if stored == p.ty => "copied",
             Kind::Float(_) if p.ty.grid().is_none() => "converted",
             Kind::Float(_) => "quantized",
@@ -307,47 +334,50 @@ impl<'a> GgufExport<'a> {
             Kind::Codes | Kind::Blocks(_) if e.exact() => "transcoded",
             Kind::Codes | Kind::Blocks(_) => "requantized",
         };
-        let source = match (became, p.kind) {
-            ("copied", _) => None,
+        let source = match (became, kind) {
+            ("copied" | "computed", _) => None,
             (_, Kind::Codes) => {
                 let hash = hex_sha256(&float_bytes(&e.values, FloatType::F32));
                 Some(SourceRecord::with_values(hash, CODES.into(), &e.values, &e.stored))
             }
             _ => {
-                let dtype = self.source.info(&p.name).map(|i| i.dtype).unwrap_or_default();
-                Some(SourceRecord::with_values(self.source.sha256(&p.name)?, dtype, &e.values, &e.stored))
+                let dtype = self.source.info(name).map(|i| i.dtype).unwrap_or_default();
+                Some(SourceRecord::with_values(self.source.sha256(name)?, dtype, &e.values, &e.stored))
             }
         };
         let underflow = match p.ty.float() {
             Some(dtype) => conversion_loss(&e.values, dtype).underflow,
             None => 0,
         };
-        Ok(Meant { bytes: hex_sha256(bytes), values: hash_values(&e.stored), became, source, underflow })
+        Ok(MeantPart { values: hash_values(&e.stored), became, source, underflow })
     }
 
-    fn encode(&self, p: &Planned, encode: &Encode) -> Result<Encoded, CheckpointError> {
-        let source = self.source;
+    fn encode(&self, p: &Planned, part: usize, encode: &Encode) -> Result<Encoded, CheckpointError> {
+        let (source, name) = (self.source, p.name(part));
         let path = source.path();
-        let (values, carried, own) = match p.kind {
-            Kind::Float(_) => (source.read_f32(&p.name)?, None, None),
-            Kind::Codes => match source.linear(p.module())? {
-                LinearWeight::Float { data, .. } => (data, None, None),
+        let read = || Ok::<_, CheckpointError>(p.tensor.take(source.read_f32(name)?));
+        let (values, carried, own) = match p.kinds[part] {
+            _ if p.tensor.order == Order::Computed => (self.rope_factors.clone(), None, None),
+            Kind::Float(_) => (read()?, None, None),
+            Kind::Codes => match source.linear(module(name))? {
+                LinearWeight::Float { data, .. } => (p.tensor.take(data), None, None),
+                LinearWeight::Quantized(m) if p.tensor.is_half() => (p.tensor.take(m.dequantize()), None, None),
                 LinearWeight::Quantized(m) => (m.dequantize(), p.ty.grid().and_then(|g| g.from_codes(&m)), None),
             },
             Kind::Blocks(grid) => {
-                let blocks = source.gguf().map(|g| g.read_blocks(&p.name)).transpose()?.flatten();
+                let blocks = source.gguf().map(|g| g.blocks_as_stored(&p.tensor.file, part)).transpose()?.flatten();
                 let blocks = blocks.map(|(_, b)| b).unwrap_or_default();
-                (source.read_f32(&p.name)?, p.ty.grid().and_then(|g| g.from_blocks(grid, &blocks)), Some(blocks))
+                (read()?, p.ty.grid().and_then(|g| g.from_blocks(grid, &blocks)), Some(blocks))
             }
         };
         if let Some(index) = values.iter().position(|x| !x.is_finite()) {
             let count = values.iter().filter(|x| !x.is_finite()).count();
             let e = QuantError::NonFinite { index, value: values[index], count };
-            return Err(CheckpointError::quant(path, &p.name, e));
+            return Err(CheckpointError::quant(path, name, e));
         }
         let bytes = match (carried, p.ty.grid(), p.ty.float()) {
             (Some(bytes), ..) => bytes,
-            (None, Some(grid), _) => encode(grid, &values).map_err(|e| CheckpointError::quant(path, &p.name, e))?,
+            (None, Some(grid), _) => encode(grid, &values).map_err(|e| CheckpointError::quant(path, name, e))?,
             (None, None, dtype) => {
                 let dtype = dtype.unwrap_or_default();
                 if let Some((index, count)) = conversion_loss(&values, dtype).overflow {
@@ -356,7 +386,7 @@ impl<'a> GgufExport<'a> {
                         dtype.max(),
                         values[index]
                     );
-                    return Err(CheckpointError::numerics(path, &p.name, problem));
+                    return Err(CheckpointError::numerics(path, name, problem));
                 }
                 float_bytes(&values, dtype)
             }
@@ -378,22 +408,32 @@ fn proof_bytes(table: &[TableRow]) -> u64 {
     1024 * table.len() as u64
 }
 
-/// How the source stores a tensor.
-fn kind(source: &Checkpoint, name: &str) -> Result<Kind, CheckpointError> {
+/// How the source stores each part of a tensor.
+fn kinds(source: &Checkpoint, tensor: &FileTensor) -> Result<Vec<Kind>, CheckpointError> {
+    if tensor.order == Order::Computed {
+        return Ok(vec![Kind::Float(GgmlType::F32)]);
+    }
     if let Some(file) = source.gguf() {
-        let ty = file.find_or_refuse(name)?.1.ty;
-        return Ok(ty.grid().map_or(Kind::Float(ty), Kind::Blocks));
+        let ty = file.type_as_stored(&tensor.file).ok_or_else(|| source.missing(&tensor.file))?;
+        return Ok(vec![ty.grid().map_or(Kind::Float(ty), Kind::Blocks); tensor.parts.len()]);
     }
-    if name.strip_suffix(".weight").is_some_and(|module| source.is_quantized(module)) {
-        return Ok(Kind::Codes);
-    }
-    let float = source.dtype(name).and_then(|d| d.float()).and_then(GgmlType::of_float);
-    float.map(Kind::Float).ok_or_else(|| source.missing(name))
+    let one = |name: &String| {
+        if name.ends_with(".weight") && source.is_quantized(module(name)) {
+            return Ok(Kind::Codes);
+        }
+        let float = source.dtype(name).and_then(|d| d.float()).and_then(GgmlType::of_float);
+        float.map(Kind::Float).ok_or_else(|| source.missing(name))
+    };
+    tensor.parts.iter().map(one).collect()
+}
+
+/// The module that a tensor belongs to.
+fn module(name: &str) -> &str {
+    name.strip_suffix(".weight").unwrap_or(name)
 }
 
 /// The type for a head of codes of its own: blocks of the kind's other matrices where they hold 4 bits, `Q8_0` else.
-fn finest(source: &Checkpoint, name: &str, ty: GgufType) -> GgmlType {
-    let module = name.strip_suffix(".weight").unwrap_or(name);
+fn finest(source: &Checkpoint, module: &str, ty: GgufType) -> GgmlType {
     match source.group_args(module) {
         Some((args, _)) if args.qtype.bits() <= 4 => ty.matrices(),
         _ => GgmlType::Q8_0,
@@ -406,10 +446,12 @@ fn dropped(
     config: &LlamaConfig,
     plan: &[Planned],
 ) -> Result<Vec<(String, &'static str)>, CheckpointError> {
-    let mut used: HashSet<String> = plan.iter().map(|p| p.name.clone()).collect();
-    for p in plan.iter().filter(|p| p.kind == Kind::Codes) {
-        used.extend(crate::packed::WEIGHT_PARTS.map(|part| format!("{}.{part}", p.module())));
+    let mut used: HashSet<String> = plan.iter().flat_map(|p| p.tensor.parts.iter().cloned()).collect();
+    for p in plan {
+        let codes = p.tensor.parts.iter().zip(&p.kinds).filter(|(_, k)| **k == Kind::Codes);
+        used.extend(codes.flat_map(|(name, _)| crate::packed::WEIGHT_PARTS.map(|part| source.part(module(name), part))));
     }
+    let ahead = |name: &str| matches!(source.config(), ModelConfig::Llama(c) if c.mtp_layer(name).is_some());
     let mut out = Vec::new();
     for name in source.names().into_iter().filter(|n| !used.contains(n)) {
         let why = match name.rsplit('.').next().unwrap_or_default() {
@@ -421,6 +463,7 @@ fn dropped(
                 }
                 "tie_word_embeddings: it is model.embed_tokens.weight"
             }
+            _ if ahead(&name) => "predicts tokens beyond the next",
             "inv_freq" => "follows from the config",
             "input_scale" | "input_zero_point" | "input_global_scale" => "a GGUF file has no grids of inputs",
             "k_scale" | "v_scale" => "a GGUF file has no scales of a KV cache",
@@ -431,17 +474,17 @@ fn dropped(
     Ok(out)
 }
 
-/// The rows of a tensor in the order of the file: those of query and key heads interleaved.
-fn in_file_order(bytes: &[u8], p: &Planned) -> Vec<u8> {
-    let Some(heads) = p.heads else { return bytes.to_vec() };
-    let (rows, head_dim) = (p.shape[0], p.shape[0] / heads);
+/// The rows of a part in the order of the file: those of query and key heads interleaved.
+fn in_file_order<'a>(bytes: &'a [u8], p: &Planned) -> Cow<'a, [u8]> {
+    let Order::Interleaved(head_dim) = p.tensor.order else { return bytes.into() };
+    let rows = p.tensor.shape[0];
     let row_bytes = bytes.len() / rows;
     let mut out = Vec::with_capacity(bytes.len());
     for r in 0..rows {
-        let from = llama::original_row(r, head_dim) * row_bytes;
+        let from = original_row(r, head_dim) * row_bytes;
         out.extend(&bytes[from..from + row_bytes]);
     }
-    out
+    out.into()
 }
 
 /// SHA-256 of values as f32, in hex.

@@ -2,13 +2,18 @@
 //! without an importance matrix (`llama-quant.cpp`, `llama_tensor_get_type`). Not the quantization itself.
 
 use super::dequant::GgmlType;
-use super::llama::expected_tensors;
+use super::arch::Arch;
+use super::layout::{Layout, file_tensors};
 use crate::LlamaConfig;
 use dsq_quant::GgufGrid;
 
 /// A kind of GGUF file, named as llama.cpp names it (`general.file_type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufType {
+    /// Everything in f32.
+    F32,
+    /// Matrices in bf16.
+    Bf16,
     /// Matrices in f16.
     F16,
     /// Matrices in `Q8_0`.
@@ -23,7 +28,15 @@ pub enum GgufType {
 
 impl GgufType {
     /// Every kind.
-    pub const ALL: [GgufType; 5] = [GgufType::F16, GgufType::Q8_0, GgufType::Q4_0, GgufType::Q4_1, GgufType::Q4KM];
+    pub const ALL: [GgufType; 7] = [
+        GgufType::F32,
+        GgufType::Bf16,
+        GgufType::F16,
+        GgufType::Q8_0,
+        GgufType::Q4_0,
+        GgufType::Q4_1,
+        GgufType::Q4KM,
+    ];
 
     /// llama.cpp's name: `Q4_0`, `Q4_K_M`.
     pub fn name(self) -> &'static str {
@@ -36,6 +49,8 @@ impl GgufType {
     /// The number in `general.file_type`.
     pub(crate) fn file_type(self) -> u32 {
         match self {
+            GgufType::F32 => 0,
+            GgufType::Bf16 => 32,
             GgufType::F16 => 1,
             GgufType::Q4_0 => 2,
             GgufType::Q4_1 => 3,
@@ -44,9 +59,16 @@ impl GgufType {
         }
     }
 
+    /// Whether most matrices are in blocks, and not plain floats.
+    pub fn has_blocks(self) -> bool {
+        self.matrices().grid().is_some()
+    }
+
     /// The type of most matrices.
     pub(crate) fn matrices(self) -> GgmlType {
         match self {
+            GgufType::F32 => GgmlType::F32,
+            GgufType::Bf16 => GgmlType::Bf16,
             GgufType::F16 => GgmlType::F16,
             GgufType::Q8_0 => GgmlType::Q8_0,
             GgufType::Q4_0 => GgmlType::Q4_0,
@@ -56,12 +78,10 @@ impl GgufType {
     }
 
     /// The type of the tensor that is called `name` in the file and has rows of `columns` values (0: it is no matrix, and stays
-    /// F32). A K-quant whose blocks of 256 do not divide a row becomes `Q5_0` (`Q4_K`) or `Q8_0` (`Q6_K`), and F16 where
+    /// F32). A K-quant whose blocks of 256 do not divide a row becomes `Q5_0` (`Q4_K`), `Q5_1` (`Q5_K`) or `Q8_0` (`Q6_K`), and F16 where
     /// blocks of 32 do not either. `None`: no block of this kind divides the row, and llama.cpp knows no other type for it.
-    ///
-    /// One thing is not done: of models of 80 layers llama.cpp stores the values as `Q5_K`, which dsq does not write.
     pub(crate) fn of_tensor(self, name: &str, columns: usize, config: &LlamaConfig) -> Option<GgmlType> {
-        if columns == 0 {
+        if columns == 0 || name.ends_with(".ffn_gate_inp.weight") {
             return Some(GgmlType::F32);
         }
         let layer = || name.strip_prefix("blk.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
@@ -70,18 +90,37 @@ impl GgufType {
             i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2
         };
         let output = name == "output.weight" || (name == "token_embd.weight" && config.tie_word_embeddings);
-        let sensitive = name.ends_with(".attn_v.weight") || name.ends_with(".ffn_down.weight");
-        let wanted = match self.matrices() {
-            plain @ (GgmlType::F16 | GgmlType::Q8_0) => plain,
+        let more_bits = layer().is_some_and(more_bits);
+        let part = name.strip_suffix(".weight").and_then(|n| n.rsplit('.').next()).unwrap_or_default();
+        // Mixtral 8x7B and 8x22B: llama.cpp spends more on attention, a small share of their weights.
+        let eight = config.experts.is_some_and(|e| e.count == 8);
+        // Models of 70 billion weights, whose values serve eight query heads each.
+        let grouped = config.num_attention_heads != config.num_key_value_heads;
+        let seventy = config.num_hidden_layers == 80
+            && match Arch::of(config) {
+                Arch::Llama => grouped,
+                other => other == Arch::Qwen2,
+            };
+        let wanted = match (self.matrices(), part) {
+            (plain @ (GgmlType::F32 | GgmlType::Bf16 | GgmlType::F16 | GgmlType::Q8_0), _) => plain,
             _ if output => GgmlType::Q6K,
-            GgmlType::Q4K if sensitive && layer().is_some_and(more_bits) => GgmlType::Q6K,
-            other => other,
+            (_, "attn_v" | "attn_k") if eight => GgmlType::Q8_0,
+            (GgmlType::Q4K, "attn_output") if eight => GgmlType::Q5K,
+            (GgmlType::Q4K, "attn_v" | "attn_kv_b" | "ffn_down" | "ffn_down_exps" | "ffn_down_shexp") if more_bits => {
+                GgmlType::Q6K
+            }
+            (GgmlType::Q4K, "attn_v") if seventy => GgmlType::Q5K,
+            (other, _) => other,
         };
         let divides = |ty: GgmlType| columns.is_multiple_of(ty.block_len());
         match wanted {
             _ if divides(wanted) => Some(wanted),
-            GgmlType::Q4K | GgmlType::Q6K => {
-                let smaller = if wanted == GgmlType::Q4K { GgmlType::Q5_0 } else { GgmlType::Q8_0 };
+            GgmlType::Q4K | GgmlType::Q5K | GgmlType::Q6K => {
+                let smaller = match wanted {
+                    GgmlType::Q4K => GgmlType::Q5_0,
+                    GgmlType::Q5K => GgmlType::Q5_1,
+                    _ => GgmlType::Q8_0,
+                };
                 Some(if divides(smaller) { smaller } else { GgmlType::F16 })
             }
             _ => None,
@@ -90,15 +129,17 @@ impl GgufType {
 }
 
 impl GgufType {
-    /// The blocks that each linear layer of a model gets in such a file, by its module name; none where they are plain floats.
+    /// The blocks that each linear layer of a model gets in such a file, by its module name; none where they are plain floats, or
+    /// blocks of two tensors.
     pub fn grids(self, config: &LlamaConfig) -> Vec<(String, GgufGrid)> {
-        let grid = |file: &str, shape: &[usize]| self.of_tensor(file, *shape.get(1)?, config)?.grid();
-        let all = expected_tensors(config).into_iter().filter(|(file, _)| file != "token_embd.weight");
-        all.filter_map(|(file, t)| {
-            let module = t.name.strip_suffix(".weight")?.to_owned();
-            Some((module, grid(&file, &t.shape)?))
-        })
-        .collect()
+        let mut out = Vec::new();
+        for t in file_tensors(config, Layout { split_kv_b: true, rope_factors: false }) {
+            let grid = self.of_tensor(&t.file, t.columns(), config).and_then(GgmlType::grid);
+            if let Some(grid) = grid.filter(|_| t.file != "token_embd.weight" && !t.is_half()) {
+                out.extend(t.parts.iter().filter_map(|name| Some((name.strip_suffix(".weight")?.to_owned(), grid))));
+            }
+        }
+        out
     }
 }
 
@@ -120,6 +161,7 @@ impl std::str::FromStr for GgufType {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Experts, Routing, Scores};
 
     fn config(layers: usize, tied: bool) -> LlamaConfig {
         LlamaConfig {
@@ -166,6 +208,41 @@ mod tests {
             assert_eq!(GgufType::Q4KM.of_tensor(name, columns, &c), Some(want), "{name} {columns}");
         }
         assert_eq!(GgufType::Q4KM.of_tensor("token_embd.weight", 256, &config(32, true)), Some(GgmlType::Q6K));
+    }
+
+    #[test]
+    fn experts_and_large_models_have_types_of_their_own() {
+        let routing =
+            Routing { per_token: 2, scores: Scores::Softmax, groups: None, normalized: true, scale: 1.0 };
+        let experts = |count| Experts { count, width: 512, shared: 0, first_layer: 0, every: 1, routing };
+        let mut c = config(32, false);
+        c.model_type = "mixtral".into();
+        c.experts = Some(experts(8));
+        for (name, columns, [four, four_k]) in [
+            ("blk.9.attn_v.weight", 256, [GgmlType::Q8_0; 2]),
+            ("blk.0.attn_k.weight", 256, [GgmlType::Q8_0; 2]),
+            ("blk.0.attn_output.weight", 256, [GgmlType::Q4_0, GgmlType::Q5K]),
+            ("blk.0.attn_output.weight", 288, [GgmlType::Q4_0, GgmlType::Q5_1]),
+            ("blk.0.attn_q.weight", 256, [GgmlType::Q4_0, GgmlType::Q4K]),
+            ("blk.0.ffn_gate_inp.weight", 256, [GgmlType::F32; 2]),
+            ("blk.0.ffn_down_exps.weight", 512, [GgmlType::Q4_0, GgmlType::Q6K]),
+            ("blk.4.ffn_down_exps.weight", 512, [GgmlType::Q4_0, GgmlType::Q4K]),
+        ] {
+            assert_eq!(GgufType::Q4_0.of_tensor(name, columns, &c), Some(four), "{name}");
+            assert_eq!(GgufType::Q4KM.of_tensor(name, columns, &c), Some(four_k), "{name}");
+        }
+        c.experts = Some(experts(6));
+        assert_eq!(GgufType::Q4KM.of_tensor("blk.4.attn_k.weight", 256, &c), Some(GgmlType::Q4K));
+        // Of 80 layers: 70 billion weights, in llama with grouped heads only.
+        let mut c = config(80, false);
+        let values = |c: &LlamaConfig| GgufType::Q4KM.of_tensor("blk.10.attn_v.weight", 256, c);
+        assert_eq!(values(&c), Some(GgmlType::Q5K));
+        c.num_key_value_heads = 4;
+        assert_eq!(values(&c), Some(GgmlType::Q4K));
+        c.model_type = "qwen2".into();
+        assert_eq!(values(&c), Some(GgmlType::Q5K));
+        c.model_type = "qwen3".into();
+        assert_eq!(values(&c), Some(GgmlType::Q4K));
     }
 
     #[test]

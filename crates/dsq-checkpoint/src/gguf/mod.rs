@@ -1,15 +1,16 @@
-//! GGUF files of the `llama` architecture as a model in Hugging Face terms: config, tensors, tokenizer, chat template.
+//! GGUF files as a model in Hugging Face terms: config, tensors, tokenizer, chat template.
 //!
-//! What is read: one little-endian file of version 2 or 3 with tensors of type F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
-//! Q4_K, Q5_K or Q6_K, and a byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2") whose `pre` is known. What is refused,
-//! with exit code 3 and by name: other architectures and types, big-endian and split files, rotary scaling, mixtures of
-//! experts, biases, SentencePiece tokenizers, and every `llama.*` key that dsq does not know, because a key that is skipped
-//! is a model that computes something else.
+//! What is read: one little-endian file of version 2 or 3, of the architectures `llama` (llama, mistral, mixtral), `qwen2`, `qwen3` or
+//! `deepseek2` (deepseek_v2, deepseek_v3), with tensors of type F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K, and a
+//! byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2") whose `pre` is known. What is refused, with exit code 3 and by name: other
+//! architectures and types, big-endian and split files, what no config of `transformers` says (`arch.rs`, `rope.rs`), SentencePiece
+//! tokenizers, and every key of the architecture that dsq does not know, because a key that is skipped is a model that computes
+//! something else.
 //!
 //! - **Weights** are dequantized to f32 exactly as ggml does (`dequant.rs`); a NaN or infinite value is refused on reading.
-//! - **Names and shapes** are those of `LlamaForCausalLM` (`blk.0.attn_q.weight` is
-//!   `model.layers.0.self_attn.q_proj.weight`, shape `[out, in]`). llama.cpp stores the rows of each query and key head
-//!   interleaved; reading puts them back (`original_row` in `llama.rs`).
+//! - **Names and shapes** are those of `transformers` (`blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`, shape
+//!   `[out, in]`). In `llama` the rows of each query and key head are interleaved, the layers of experts lie one behind the
+//!   other in one tensor, and `kv_b_proj` is in two; reading puts all that back (`layout.rs`).
 //! - **Tied embeddings**: a file without `output.weight` has them.
 //! - **Tokenizer**: `tokenizer.json` is rebuilt from the vocabulary, the merges and the token types; control tokens become
 //!   special added tokens, user-defined ones plain added tokens, unused ids stay free. An unknown or absent
@@ -19,14 +20,16 @@
 //!
 //! What is written: version 3 with F16, Q8_0, Q4_0, Q4_1 or llama.cpp's mix Q4_K_M ([`GgufExport`]).
 
+mod arch;
 mod dequant;
 mod export;
 mod header;
 mod keys;
-mod llama;
+mod layout;
 mod mix;
 mod pretokenizer;
 mod proof;
+mod rope;
 mod tokenizer;
 mod value;
 mod vocabulary;
@@ -40,9 +43,11 @@ pub use proof::proof_path;
 use crate::error::printable;
 use crate::json::open_regular;
 use crate::{CheckpointError, Fault, ModelConfig, Severity, TensorInfo};
+use arch::Arch;
+use dequant::GgmlType;
 use dsq_quant::GgufGrid;
 use header::{Header, TensorEntry};
-use llama::MappedTensor;
+use layout::{FileTensor, Layout, Order, ROPE_FACTORS};
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fs::File;
@@ -60,9 +65,15 @@ pub struct GgufFile {
     file: File,
     header: Header,
     config: ModelConfig,
-    /// In file order.
-    tensors: Vec<MappedTensor>,
-    by_name: HashMap<String, usize>,
+    layout: Layout,
+    /// What rotary frequencies are divided by, where the file says it.
+    rope_factors: Option<Vec<f32>>,
+    /// In file order, each with its place in the header's table.
+    tensors: Vec<(usize, FileTensor)>,
+    /// Hugging Face names, as they come in the file.
+    names: Vec<String>,
+    /// The tensors of the file that hold one of a name, and as which of their parts: two for `kv_b_proj` in two, else one.
+    by_name: HashMap<String, Vec<(usize, usize)>>,
 }
 
 impl GgufFile {
@@ -73,12 +84,23 @@ impl GgufFile {
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let (file, len) = open_regular(path)?;
         let header = Header::read(BufReader::with_capacity(CHUNK_BYTES, &file), len, path)?;
-        let config = llama::config(&header.metadata, &header.tensors)?;
-        let tensors = llama::map_tensors(&header.metadata, &config, &header.tensors)?;
+        let rope_factors = rope_factors(&file, &header, path)?;
+        let (config, layout) = arch::config(&header.metadata, &header.tensors, rope_factors.as_deref())?;
+        let tensors = layout::map_tensors(&header.metadata, &config, layout, &header.tensors)?;
         GgufTokenizer::read(&header.metadata, config.vocab_size)?;
         tokenizer::chat_template(&header.metadata)?;
-        let by_name = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { path: path.to_path_buf(), file, header, config: ModelConfig::Llama(config), tensors, by_name })
+        let (mut names, mut by_name) = (Vec::new(), HashMap::<String, Vec<(usize, usize)>>::new());
+        for (i, (_, t)) in tensors.iter().enumerate() {
+            for (part, name) in t.parts.iter().enumerate() {
+                let places = by_name.entry(name.clone()).or_default();
+                if places.is_empty() {
+                    names.push(name.clone());
+                }
+                places.push((i, part));
+            }
+        }
+        let (path, config) = (path.to_path_buf(), ModelConfig::Llama(config));
+        Ok(Self { path, file, header, config, layout, rope_factors, tensors, names, by_name })
     }
 
     /// The file.
@@ -91,25 +113,44 @@ impl GgufFile {
         &self.config
     }
 
+    pub(crate) fn arch(&self) -> Arch {
+        let ModelConfig::Llama(config) = &self.config else { return Arch::Llama };
+        Arch::of(config)
+    }
+
     /// Hugging Face names of the tensors, in file order.
     pub fn names(&self) -> Vec<String> {
-        self.tensors.iter().map(|t| t.name.clone()).collect()
+        self.names.clone()
     }
 
-    /// Type (`Q4_1`), shape in Hugging Face order and bytes on disk of a tensor.
+    /// Type (`Q4_1`; of one in two tensors of different types both, `Q5_0+Q8_0`), shape in Hugging Face order and bytes on disk of
+    /// a tensor.
     pub fn info(&self, name: &str) -> Option<TensorInfo> {
-        let (mapped, entry) = self.find(name)?;
-        Some(TensorInfo { dtype: entry.ty.name().into(), shape: mapped.shape.clone(), bytes: entry.bytes })
+        let places = self.places(name)?;
+        let shape = places.first()?.0.part_shape.clone();
+        let bytes = places.iter().map(|(t, entry, _)| entry.bytes / t.parts.len() as u64).sum();
+        let mut types: Vec<&str> = places.iter().map(|(_, entry, _)| entry.ty.name()).collect();
+        types.dedup();
+        Some(TensorInfo { dtype: types.join("+"), shape, bytes })
     }
 
-    fn find(&self, name: &str) -> Option<(&MappedTensor, &TensorEntry)> {
-        let mapped = &self.tensors[*self.by_name.get(name)?];
-        Some((mapped, &self.header.tensors[mapped.index]))
+    /// The tensors of the file that hold `name`, and as which part.
+    fn places(&self, name: &str) -> Option<Vec<(&FileTensor, &TensorEntry, usize)>> {
+        let of = |&(i, part): &(usize, usize)| {
+            let (index, tensor) = &self.tensors[i];
+            (tensor, &self.header.tensors[*index], part)
+        };
+        Some(self.by_name.get(name)?.iter().map(of).collect())
     }
 
-    fn find_or_refuse(&self, name: &str) -> Result<(&MappedTensor, &TensorEntry), CheckpointError> {
-        self.find(name)
+    fn places_or_refuse(&self, name: &str) -> Result<Vec<(&FileTensor, &TensorEntry, usize)>, CheckpointError> {
+        self.places(name)
             .ok_or_else(|| CheckpointError::invalid(&self.path, name, "expected a tensor of that name, got none"))
+    }
+
+    /// The type of the tensor that is called so in the file.
+    fn type_as_stored(&self, file: &str) -> Option<GgmlType> {
+        self.header.tensors.iter().find(|t| t.name == file).map(|t| t.ty)
     }
 
     /// The values of a tensor, row major in Hugging Face order, dequantized to f32.
@@ -118,49 +159,92 @@ impl GgufFile {
     /// [`CheckpointError::Invalid`] for an unknown name, [`CheckpointError::Io`] when reading fails,
     /// [`CheckpointError::Quant`] when a value is NaN or infinite.
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
-        let (_, entry) = self.find_or_refuse(name)?;
-        let row = entry.ne[0] as usize;
-        let mut out = vec![0f32; entry.elements() as usize];
-        self.rows(name, |to, bytes| entry.ty.dequantize(bytes, &mut out[to * row..(to + 1) * row]))?;
-        if let Some(index) = out.iter().position(|x| !x.is_finite()) {
-            let count = out.iter().filter(|x| !x.is_finite()).count();
-            let fault = dsq_quant::QuantError::NonFinite { index, value: out[index], count };
-            return Err(CheckpointError::quant(&self.path, format!("{name} ({})", printable(&entry.name)), fault));
+        let places = self.places_or_refuse(name)?;
+        let mut out = Vec::new();
+        for (tensor, entry, part) in &places {
+            let row = entry.ne[0] as usize;
+            let mut values = vec![0f32; entry.elements() as usize / tensor.parts.len()];
+            self.rows(tensor, entry, *part, |to, bytes| {
+                entry.ty.dequantize(bytes, &mut values[to * row..(to + 1) * row]);
+            })?;
+            if let Some(index) = values.iter().position(|x| !x.is_finite()) {
+                let count = values.iter().filter(|x| !x.is_finite()).count();
+                let fault = dsq_quant::QuantError::NonFinite { index, value: values[index], count };
+                return Err(CheckpointError::quant(&self.path, format!("{name} ({})", printable(&entry.name)), fault));
+            }
+            if tensor.is_half() {
+                out.resize(tensor.part_shape.iter().product(), 0.0);
+                tensor.put(&values, &mut out);
+            } else {
+                out = values;
+            }
         }
         Ok(out)
     }
 
-    /// The block grid of a tensor; `None` for plain floats, or no tensor.
+    /// The block grid of a tensor; `None` for plain floats, what is in two tensors, or no tensor.
     pub(crate) fn grid(&self, name: &str) -> Option<GgufGrid> {
-        self.find(name)?.1.ty.grid()
+        match self.places(name)?.as_slice() {
+            [(_, entry, _)] => entry.ty.grid(),
+            _ => None,
+        }
     }
 
-    /// The block grid of a tensor and its blocks, rows in Hugging Face order; `None` for plain floats.
+    /// The block grid of a tensor and its blocks, rows in Hugging Face order; `None` for plain floats, and what is in two tensors.
     ///
     /// # Errors
     /// As [`GgufFile::read_f32`], but that values are not looked at.
     pub fn read_blocks(&self, name: &str) -> Result<Option<(GgufGrid, Vec<u8>)>, CheckpointError> {
-        let (_, entry) = self.find_or_refuse(name)?;
+        let places = self.places_or_refuse(name)?;
+        let [(tensor, entry, part)] = places.as_slice() else { return Ok(None) };
+        self.blocks(tensor, entry, *part)
+    }
+
+    /// The blocks of a part of the tensor that is called so in the file, its rows in Hugging Face order but for those of halves.
+    fn blocks_as_stored(&self, file: &str, part: usize) -> Result<Option<(GgufGrid, Vec<u8>)>, CheckpointError> {
+        match self.tensors.iter().find(|(_, t)| t.file == file) {
+            Some((index, tensor)) => self.blocks(tensor, &self.header.tensors[*index], part),
+            None => Ok(None),
+        }
+    }
+
+    fn blocks(
+        &self,
+        tensor: &FileTensor,
+        entry: &TensorEntry,
+        part: usize,
+    ) -> Result<Option<(GgufGrid, Vec<u8>)>, CheckpointError> {
         let Some(grid) = entry.ty.grid() else { return Ok(None) };
-        let mut out = vec![0u8; entry.bytes as usize];
-        self.rows(name, |to, bytes| out[to * bytes.len()..(to + 1) * bytes.len()].copy_from_slice(bytes))?;
+        let mut out = vec![0u8; entry.bytes as usize / tensor.parts.len()];
+        self.rows(tensor, entry, part, |to, bytes| {
+            out[to * bytes.len()..(to + 1) * bytes.len()].copy_from_slice(bytes);
+        })?;
         Ok(Some((grid, out)))
     }
 
-    /// Reads a tensor and hands over each row with its place in Hugging Face order.
-    fn rows(&self, name: &str, mut row: impl FnMut(usize, &[u8])) -> Result<(), CheckpointError> {
-        let (mapped, entry) = self.find_or_refuse(name)?;
+    /// Reads a part of a tensor and hands over each row with its place in Hugging Face order (of a half in that of the file).
+    fn rows(
+        &self,
+        tensor: &FileTensor,
+        entry: &TensorEntry,
+        part: usize,
+        mut row: impl FnMut(usize, &[u8]),
+    ) -> Result<(), CheckpointError> {
         let row_bytes = entry.ne[0] as usize / entry.ty.block_len() * entry.ty.block_bytes();
-        let head_dim = mapped.interleaved_heads.map(|heads| mapped.shape[0] / heads);
         let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
         let mut buffer = Vec::new();
-        let rows = entry.bytes as usize / row_bytes;
+        let bytes = entry.bytes / tensor.parts.len().max(1) as u64;
+        let (start, rows) = (entry.start + part as u64 * bytes, bytes as usize / row_bytes);
         for first in (0..rows).step_by(rows_at_once) {
             let count = rows_at_once.min(rows - first);
             buffer.resize(count * row_bytes, 0);
-            self.read_at(&mut buffer, entry.start + (first * row_bytes) as u64)?;
+            self.read_at(&mut buffer, start + (first * row_bytes) as u64)?;
             for (i, bytes) in buffer.chunks_exact(row_bytes).enumerate() {
-                row(head_dim.map_or(first + i, |d| llama::original_row(first + i, d)), bytes);
+                let place = match tensor.order {
+                    Order::Interleaved(head_dim) => layout::original_row(first + i, head_dim),
+                    _ => first + i,
+                };
+                row(place, bytes);
             }
         }
         Ok(())
@@ -170,29 +254,37 @@ impl GgufFile {
         read_exact_at(&self.file, buffer, at).map_err(|e| CheckpointError::io(&self.path, "read", e))
     }
 
-    /// SHA-256 of a tensor's bytes on disk, in hex.
+    /// SHA-256 of a tensor's bytes on disk, in hex: of one in two tensors of both, one after the other.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for an unknown name, [`CheckpointError::Io`] when reading fails.
     pub fn sha256(&self, name: &str) -> Result<String, CheckpointError> {
-        let (_, entry) = self.find_or_refuse(name)?;
-        self.hash(entry.start, entry.bytes)
+        let mut hash = Sha256::new();
+        for (tensor, entry, part) in self.places_or_refuse(name)? {
+            let bytes = entry.bytes / tensor.parts.len() as u64;
+            self.hash(entry.start + part as u64 * bytes, bytes, &mut hash)?;
+        }
+        Ok(hex(hash))
     }
 
     /// [`GgufFile::sha256`] by the tensor's name in the file; `None` when there is none of that name.
     pub(crate) fn sha256_as_stored(&self, name: &str) -> Result<Option<String>, CheckpointError> {
         let entry = self.header.tensors.iter().find(|t| t.name == name);
-        entry.map(|e| self.hash(e.start, e.bytes)).transpose()
+        let of = |e: &TensorEntry| {
+            let mut hash = Sha256::new();
+            self.hash(e.start, e.bytes, &mut hash).map(|()| hex(hash))
+        };
+        entry.map(of).transpose()
     }
 
     /// SHA-256 of the whole file.
     pub(crate) fn sha256_of_file(&self) -> Result<String, CheckpointError> {
         let len = self.file.metadata().map_err(|e| CheckpointError::io(&self.path, "read", e))?.len();
-        self.hash(0, len)
+        let mut hash = Sha256::new();
+        self.hash(0, len, &mut hash).map(|()| hex(hash))
     }
 
-    fn hash(&self, start: u64, bytes: u64) -> Result<String, CheckpointError> {
-        let mut hash = Sha256::new();
+    fn hash(&self, start: u64, bytes: u64, hash: &mut Sha256) -> Result<(), CheckpointError> {
         let (mut at, end) = (start, start + bytes);
         let mut buffer = vec![0; CHUNK_BYTES.min(bytes as usize)];
         while at < end {
@@ -201,7 +293,7 @@ impl GgufFile {
             hash.update(&buffer[..len]);
             at += len as u64;
         }
-        Ok(hex(hash))
+        Ok(())
     }
 
     fn tokenizer(&self) -> Result<Option<GgufTokenizer<'_>>, CheckpointError> {
@@ -288,6 +380,20 @@ impl GgufFile {
         }
         faults
     }
+}
+
+/// The tensor of factors, if there is one: a list of F32.
+fn rope_factors(file: &File, header: &Header, path: &Path) -> Result<Option<Vec<f32>>, CheckpointError> {
+    let Some(entry) = header.tensors.iter().find(|t| t.name == ROPE_FACTORS) else { return Ok(None) };
+    if entry.ty != GgmlType::F32 || entry.ne.len() != 1 || entry.bytes > CHUNK_BYTES as u64 {
+        let problem = format!("expected a short list of F32, got {} {:?}", entry.ty.name(), entry.ne);
+        return Err(CheckpointError::invalid(path, ROPE_FACTORS, problem));
+    }
+    let mut bytes = vec![0; entry.bytes as usize];
+    read_exact_at(file, &mut bytes, entry.start).map_err(|e| CheckpointError::io(path, "read", e))?;
+    let mut out = vec![0.0; entry.elements() as usize];
+    GgmlType::F32.dequantize(&bytes, &mut out);
+    Ok(Some(out))
 }
 
 /// A finished SHA-256 in hex.

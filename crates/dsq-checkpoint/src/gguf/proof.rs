@@ -3,6 +3,7 @@
 
 use super::GgufFile;
 use super::export::{Planned, hash_values};
+use super::layout::Order;
 use super::value::Metadata;
 use crate::export::{PROOF_FILE, Proof, SourceRecord, TensorProof, ratio};
 use crate::json::read_json;
@@ -14,7 +15,13 @@ use std::path::{Path, PathBuf};
 pub(super) struct Meant {
     /// SHA-256 of its bytes in the file.
     pub(super) bytes: String,
-    /// SHA-256 of its values as f32, in Hugging Face order.
+    /// Its parts.
+    pub(super) parts: Vec<MeantPart>,
+}
+
+/// What a part of it was to become.
+pub(super) struct MeantPart {
+    /// SHA-256 of its values as f32, in Hugging Face order (of a half of `kv_b_proj` in that of the file).
     pub(super) values: String,
     /// As in [`TensorProof`].
     pub(super) became: &'static str,
@@ -69,19 +76,16 @@ pub(super) fn prove(
     if file.header.metadata.sorted() != metadata.sorted() {
         return differs("the keys");
     }
-    if file.names() != plan.iter().map(|p| p.name.clone()).collect::<Vec<_>>() || file.header.trailing > 0 {
+    let listed = file.header.tensors.iter().map(|t| (t.name.as_str(), t.ty));
+    if !listed.eq(plan.iter().map(|p| (p.tensor.file.as_str(), p.ty))) || file.header.trailing > 0 {
         return differs("the list of tensors");
     }
     let mut bytes: BTreeMap<&'static str, u64> = BTreeMap::new();
     let mut tensors = Vec::with_capacity(plan.len());
     let (mut coded, mut all) = ((0u64, 0u64), (0u64, 0u64));
-    for (p, m) in plan.iter().zip(meant) {
-        let entry = file.find_or_refuse(&p.name)?.1;
-        if entry.ty != p.ty || entry.name != p.file || file.sha256(&p.name)? != m.bytes {
-            return differs(&p.name);
-        }
-        if hash_values(&file.read_f32(&p.name)?) != m.values {
-            return differs(&format!("the values of {}", p.name));
+    for ((p, m), entry) in plan.iter().zip(meant).zip(&file.header.tensors) {
+        if file.sha256_as_stored(&p.tensor.file)?.as_ref() != Some(&m.bytes) {
+            return differs(&p.tensor.file);
         }
         let (bits, weights) = (entry.bytes * 8, entry.elements());
         all = (all.0 + bits, all.1 + weights);
@@ -89,15 +93,25 @@ pub(super) fn prove(
             coded = (coded.0 + bits, coded.1 + weights);
         }
         *bytes.entry(p.ty.name()).or_insert(0) += entry.bytes;
-        tensors.push(TensorProof {
-            name: p.name.clone(),
-            became: m.became,
-            reason: None,
-            source: m.source.clone(),
-            underflow: m.underflow,
-            bits_per_weight: ratio(bits, weights),
-            stored: BTreeMap::from([(p.file.clone(), m.bytes.clone())]),
-        });
+        for (i, part) in m.parts.iter().enumerate() {
+            let name = p.name(i);
+            let values = match p.tensor.order {
+                Order::Computed => file.rope_factors.clone().unwrap_or_default(),
+                _ => p.tensor.take(file.read_f32(name)?),
+            };
+            if hash_values(&values) != part.values {
+                return differs(&format!("the values of {name}"));
+            }
+            tensors.push(TensorProof {
+                name: name.to_owned(),
+                became: part.became,
+                reason: None,
+                source: part.source.clone(),
+                underflow: part.underflow,
+                bits_per_weight: ratio(bits, weights),
+                stored: BTreeMap::from([(p.tensor.file.clone(), m.bytes.clone())]),
+            });
+        }
     }
     // Keys, table and padding.
     bytes.insert("header", size - bytes.values().sum::<u64>());
@@ -117,6 +131,7 @@ pub(super) fn prove(
 mod tests {
     use super::*;
     use crate::gguf::dequant::GgmlType;
+    use crate::gguf::layout::{Layout, file_tensors};
     use crate::gguf::{GgufOptions, GgufType, export::GgufExport};
     use crate::{Checkpoint, ExportTensor, export_folder};
     use dsq_quant::FloatType;
@@ -133,9 +148,10 @@ mod tests {
         let config = ModelConfig::from_json(text, Path::new("config.json")).unwrap();
         let ModelConfig::Llama(llama) = &config else { panic!("a llama") };
         let mut layers = Vec::new();
-        for (_, t) in crate::gguf::llama::expected_tensors(llama) {
+        for t in file_tensors(llama, Layout { split_kv_b: true, rope_factors: false }) {
             let data = (0..t.shape.iter().product()).map(|i: usize| (i as f32 * 0.37 + 0.1).sin()).collect();
-            layers.push(ExportTensor::Float { name: t.name, shape: t.shape, data, dtype: FloatType::F32 });
+            let [name] = t.parts.try_into().unwrap();
+            layers.push(ExportTensor::Float { name, shape: t.shape, data, dtype: FloatType::F32 });
         }
         export_folder(&model, &config, layers, None, vec![], false).unwrap();
         let ckpt = Checkpoint::open(&model).unwrap();
@@ -170,7 +186,7 @@ mod tests {
             assert!(padding || !proven(&export, &meant), "byte {at} of {}", whole.len());
         }
         std::fs::write(&out, &whole).unwrap();
-        meant[3].values = meant[4].values.clone();
+        meant[3].parts[0].values = meant[4].parts[0].values.clone();
         assert!(!proven(&export, &meant));
         meant[3] = export.meant_of(3, &encode).unwrap();
         assert!(proven(&export, &meant));

@@ -4,7 +4,7 @@
 //! fail. A tokenizer that is whole but of a kind that dsq cannot rebuild (SentencePiece, an unknown `pre`) fails only in
 //! [`GgufTokenizer::files`], so that the weights remain readable; nothing is guessed.
 
-use super::llama::SpecialIds;
+use super::arch::SpecialIds;
 use super::pretokenizer::PreTokenizer;
 use super::value::{Metadata, Strings, ValueType};
 use crate::CheckpointError;

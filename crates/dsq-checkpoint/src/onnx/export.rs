@@ -8,7 +8,7 @@ use super::source::Source;
 use super::{cnn, llama};
 use crate::export::{Proof, TensorProof};
 use crate::gguf::{check_proof_place, proof_path};
-use crate::write::{FileWriter, check_output, write_atomic};
+use crate::write::{FileWriter, check_output};
 use crate::{Checkpoint, CheckpointError, ModelConfig};
 use dsq_quant::FloatType;
 use prost::Message;
@@ -184,8 +184,7 @@ impl<'a> OnnxExport<'a> {
         }
         let text = serde_json::to_vec_pretty(&proof)
             .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
-        file.commit()?;
-        write_atomic(&proof_path(&self.out), &text)?;
+        file.commit_proven(&proof_path(&self.out), &text)?;
         if let Some(old) = old {
             std::fs::remove_file(&old).map_err(|e| CheckpointError::io(&old, "remove what the old model used", e))?;
         }

@@ -1,4 +1,4 @@
-//! Values to the blocks of 32 whose scale has a closed form: Q4_0, Q4_1, Q5_0, Q8_0, in the arithmetic of ggml's
+//! Values to the blocks of 32 whose scale has a closed form: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, in the arithmetic of ggml's
 //! `quantize_row_*_ref`. Not the K-quants, whose scales are searched (see `q4_k.rs`, `q6_k.rs`).
 //!
 //! The codes are chosen against the scale *before* it is stored as f16, unlike compressed-tensors' grids; that is how the
@@ -24,8 +24,7 @@ pub(super) fn q5_0(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(),
     put_f16(bytes, 0, d)?;
     let id = reciprocal(d);
     let codes = codes(x, inside, 31, |v| v * id + 16.5);
-    let high = codes.iter().enumerate().fold(0u32, |bits, (j, &c)| bits | u32::from(c >> 4) << j);
-    bytes[2..6].copy_from_slice(&high.to_le_bytes());
+    put_high_bits(&mut bytes[2..6], &codes);
     put_nibbles(&mut bytes[6..], &codes);
     Ok(())
 }
@@ -33,14 +32,24 @@ pub(super) fn q5_0(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(),
 /// f16 d, f16 m, 16 bytes of nibbles. `m` is the smallest value, `d` a fifteenth of the range; the code is
 /// `(x - m) / d + 0.5`, truncated, at most 15.
 pub(super) fn q4_1(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(), f32> {
-    let (min, max) =
-        x.iter().fold((x[0], x[0]), |(lo, hi), &v| (if v < lo { v } else { lo }, if v > hi { v } else { hi }));
-    let d = (max - min) / 15.0;
+    let (min, d) = lowest_and_step(x, 15.0);
     put_f16(bytes, 0, d)?;
     put_f16(bytes, 2, min)?;
     let id = reciprocal(d);
     let codes = codes(x, inside, 15, |v| (v - min) * id + 0.5);
     put_nibbles(&mut bytes[4..], &codes);
+    Ok(())
+}
+
+/// f16 d, f16 m, 32 high bits, 16 bytes of nibbles: as Q4_1 with a 31st of the range.
+pub(super) fn q5_1(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(), f32> {
+    let (min, d) = lowest_and_step(x, 31.0);
+    put_f16(bytes, 0, d)?;
+    put_f16(bytes, 2, min)?;
+    let id = reciprocal(d);
+    let codes = codes(x, inside, 31, |v| (v - min) * id + 0.5);
+    put_high_bits(&mut bytes[4..8], &codes);
+    put_nibbles(&mut bytes[8..], &codes);
     Ok(())
 }
 
@@ -56,6 +65,19 @@ pub(super) fn q8_0(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(),
     // The largest magnitude becomes 127 and no other exceeds it: nothing clips.
     inside.fill(1);
     Ok(())
+}
+
+/// The smallest value, and the range over `top`.
+fn lowest_and_step(x: &[f32], top: f32) -> (f32, f32) {
+    let (min, max) =
+        x.iter().fold((x[0], x[0]), |(lo, hi), &v| (if v < lo { v } else { lo }, if v > hi { v } else { hi }));
+    (min, (max - min) / top)
+}
+
+/// The fifth bit of each code.
+fn put_high_bits(bytes: &mut [u8], codes: &[u8; 32]) {
+    let high = codes.iter().enumerate().fold(0u32, |bits, (j, &c)| bits | u32::from(c >> 4) << j);
+    bytes.copy_from_slice(&high.to_le_bytes());
 }
 
 fn reciprocal(d: f32) -> f32 {

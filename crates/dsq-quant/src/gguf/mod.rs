@@ -28,20 +28,20 @@ pub enum GgufGrid {
     Q4_1,
     /// 32 codes of 5 bits and a scale.
     Q5_0,
-    /// 32 codes of 5 bits, a scale and a minimum. Decoded only.
+    /// 32 codes of 5 bits, a scale and a minimum.
     Q5_1,
     /// 32 codes of 8 bits and a scale.
     Q8_0,
     /// 256 codes of 4 bits, 8 scales and 8 minima of 6 bits, a scale for each of the two.
     Q4K,
-    /// As Q4_K with codes of 5 bits. Decoded only.
+    /// As Q4_K with codes of 5 bits.
     Q5K,
     /// 256 codes of 6 bits, 16 scales of 8 bits and their scale.
     Q6K,
 }
 
 impl GgufGrid {
-    /// Every grid that can be decoded.
+    /// Every grid.
     pub const ALL: [GgufGrid; 8] = [
         GgufGrid::Q4_0,
         GgufGrid::Q4_1,
@@ -52,10 +52,6 @@ impl GgufGrid {
         GgufGrid::Q5K,
         GgufGrid::Q6K,
     ];
-
-    /// The grids that values can be put on.
-    pub const ENCODED: [GgufGrid; 6] =
-        [GgufGrid::Q4_0, GgufGrid::Q4_1, GgufGrid::Q5_0, GgufGrid::Q8_0, GgufGrid::Q4K, GgufGrid::Q6K];
 
     /// ggml's name: `Q4_0`, `Q4_K`.
     pub fn name(self) -> &'static str {
@@ -102,11 +98,11 @@ impl GgufGrid {
     /// [`GgufGrid::block_len`] divides it.
     ///
     /// # Errors
-    /// [`QuantError::Setting`] for a grid that is decoded only, [`QuantError::Length`] when `x` is no whole number of
+    /// [`QuantError::Length`] when `x` is no whole number of
     /// blocks, [`QuantError::NonFinite`], and [`QuantError::ScaleOverflow`] (the group is the block) when a scale or a
     /// minimum does not fit f16.
     pub fn quantize(self, x: &[f32]) -> Result<Vec<u8>, QuantError> {
-        let encode = self.encoder()?;
+        let encode = self.encoder();
         self.whole(x.len())?;
         if let Some(index) = x.iter().position(|v| !v.is_finite()) {
             let count = x.iter().filter(|v| !v.is_finite()).count();
@@ -152,10 +148,10 @@ impl GgufGrid {
     /// error of the first such block is returned once everything else is done.
     ///
     /// # Errors
-    /// As [`GgufGrid::quantize`] (nothing is written for a wrong length or grid); [`QuantError::NonFinite`] counts one
+    /// As [`GgufGrid::quantize`] (nothing is written for a wrong length); [`QuantError::NonFinite`] counts one
     /// block only.
     pub fn fake_quantize(self, x: &[f32], out: &mut [f32], inside: &mut [u8]) -> Result<(), QuantError> {
-        let (encode, decode) = (self.encoder()?, self.decoder());
+        let (encode, decode) = (self.encoder(), self.decoder());
         self.whole(x.len())?;
         for (what, got) in [("output", out.len()), ("mask", inside.len())] {
             if got != x.len() {
@@ -198,22 +194,17 @@ impl GgufGrid {
         Err(QuantError::Length { what: "values of whole blocks", expected: len.next_multiple_of(block), got: len })
     }
 
-    fn encoder(self) -> Result<Encoder, QuantError> {
-        Ok(match self {
+    fn encoder(self) -> Encoder {
+        match self {
             GgufGrid::Q4_0 => encode::q4_0,
             GgufGrid::Q4_1 => encode::q4_1,
             GgufGrid::Q5_0 => encode::q5_0,
+            GgufGrid::Q5_1 => encode::q5_1,
             GgufGrid::Q8_0 => encode::q8_0,
             GgufGrid::Q4K => q4_k::encode,
+            GgufGrid::Q5K => q4_k::encode_q5,
             GgufGrid::Q6K => q6_k::encode,
-            GgufGrid::Q5_1 | GgufGrid::Q5K => {
-                return Err(QuantError::Setting {
-                    field: "GGUF type",
-                    expected: format!("one of {}", Self::ENCODED.map(Self::name).join(", ")),
-                    got: self.name().into(),
-                });
-            }
-        })
+        }
     }
 
     fn decoder(self) -> fn(&[u8], &mut [f32]) {

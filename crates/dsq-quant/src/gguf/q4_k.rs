@@ -1,7 +1,7 @@
-//! Values to Q4_K super-blocks, as ggml's `quantize_row_q4_K_ref` makes them without an importance matrix. Not the other
-//! K-quants.
+//! Values to Q4_K and Q5_K super-blocks, as ggml's `quantize_row_q4_K_ref` and `quantize_row_q5_K_ref` make them without an
+//! importance matrix. Not the other K-quants.
 //!
-//! Each of the 8 sub-blocks of 32 values is fitted by `scale * code - min` (codes 0..15, min not negative) with weighted
+//! Each of the 8 sub-blocks of 32 values is fitted by `scale * code - min` (codes 0..15 or 0..31, min not negative) with weighted
 //! least squares; the 8 scales and the 8 minima are then stored as 6-bit multiples of two f16 numbers, and the codes are
 //! chosen again against what was stored. Every sum runs from the first value to the last in f32.
 
@@ -10,18 +10,45 @@ use super::{SUPER_BLOCK, f16_at, nearest, put_f16};
 /// Values of a sub-block, and sub-blocks of a super-block.
 const LEN: usize = 32;
 const SUBS: usize = SUPER_BLOCK / LEN;
-/// The largest code, and the largest 6-bit scale.
-const TOP: i32 = 15;
+/// The largest 6-bit scale.
 const TOP_SCALE: f32 = 63.0;
-/// Ranges tried after the first: the step is range / (15 + t) for t = -1, -0.9, ... 1.
-const TRIALS: usize = 21;
+
+/// What the two differ in.
+struct Search {
+    /// The largest code.
+    top: i32,
+    /// Ranges tried after the first: the step is range / (top + t) for t = first, first + 0.1, ...
+    first: f32,
+    /// How many.
+    trials: usize,
+}
+
+const Q4: Search = Search { top: 15, first: -1.0, trials: 21 };
+const Q5: Search = Search { top: 31, first: -0.5, trials: 16 };
 
 /// f16 d, f16 dmin, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles.
 pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(), f32> {
+    let codes = choose_codes(&Q4, x, bytes, inside)?;
+    store_codes(&codes, bytes);
+    Ok(())
+}
+
+/// As Q4_K, with 32 bytes for the fifth bits (bit b of byte i for value i of sub-block b) before the nibbles.
+pub(super) fn encode_q5(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(), f32> {
+    let codes = choose_codes(&Q5, x, bytes, inside)?;
+    for (i, code) in codes.iter().enumerate() {
+        bytes[16 + i % LEN] |= (code >> 4) << (i / LEN);
+    }
+    store_codes(&codes.map(|c| c & 15), &mut bytes[32..]);
+    Ok(())
+}
+
+/// Stores the scales and gives the codes, chosen against what was stored.
+fn choose_codes(q: &Search, x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<[u8; SUPER_BLOCK], f32> {
     let mut codes = [0u8; SUPER_BLOCK];
     let (mut scales, mut mins) = ([0.0f32; SUBS], [0.0f32; SUBS]);
     for (j, (x, codes)) in x.chunks_exact(LEN).zip(codes.chunks_exact_mut(LEN)).enumerate() {
-        (scales[j], mins[j]) = fit(x, codes);
+        (scales[j], mins[j]) = fit(q, x, codes);
     }
     let (steps, mins) = store_scales(&scales, &mins, bytes)?;
     inside.fill(1);
@@ -32,12 +59,11 @@ pub(super) fn encode(x: &[f32], bytes: &mut [u8], inside: &mut [u8]) -> Result<(
         }
         for i in LEN * j..LEN * (j + 1) {
             let code = nearest((x[i] + mins[j]) / steps[j]);
-            codes[i] = code.clamp(0, TOP) as u8;
-            inside[i] = u8::from((0..=TOP).contains(&code));
+            codes[i] = code.clamp(0, q.top) as u8;
+            inside[i] = u8::from((0..=q.top).contains(&code));
         }
     }
-    store_codes(&codes, bytes);
-    Ok(())
+    Ok(codes)
 }
 
 /// Stores the fitted scales and minima of a super-block in the first 16 of its 144 bytes. Gives the step and the minimum of
@@ -97,7 +123,8 @@ pub(super) fn put_scale_min(s: &mut [u8], j: usize, scale: u8, min: u8) {
 /// The first candidate spreads the codes over the whole range. Each trial spreads them over a range of another length,
 /// then solves for the best scale and min of those codes (two unknowns, so a 2x2 system), and is kept if its error is the
 /// least so far. A trial measures from the minimum that was kept last, which is what ggml does.
-fn fit(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
+fn fit(q: &Search, x: &[f32], codes: &mut [u8]) -> (f32, f32) {
+    let top = q.top as f32;
     let squares = x.iter().fold(0.0f32, |sum, v| sum + v * v);
     let rms = (squares / LEN as f32).sqrt();
     let weights: [f32; LEN] = std::array::from_fn(|i| rms + x[i].abs());
@@ -118,7 +145,7 @@ fn fit(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
     }
     let choose = |inverse: f32, min: f32, codes: &mut [u8]| {
         for (code, &v) in codes.iter_mut().zip(x) {
-            *code = nearest(inverse * (v - min)).clamp(0, TOP) as u8;
+            *code = nearest(inverse * (v - min)).clamp(0, q.top) as u8;
         }
     };
     let error = |scale: f32, min: f32, codes: &[u8]| {
@@ -128,13 +155,13 @@ fn fit(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
             sum + w * (d * d)
         })
     };
-    let inverse = TOP as f32 / (max - min);
+    let inverse = top / (max - min);
     let mut scale = 1.0 / inverse;
     choose(inverse, min, codes);
     let mut least = error(scale, min, codes);
     let mut trial = [0u8; LEN];
-    for t in 0..TRIALS {
-        choose((-1.0 + 0.1 * t as f32 + TOP as f32) / (max - min), min, &mut trial);
+    for t in 0..q.trials {
+        choose((q.first + 0.1 * t as f32 + top) / (max - min), min, &mut trial);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0f32, 0.0f32, 0.0f32);
         for ((&code, &w), &v) in trial.iter().zip(&weights).zip(x) {
             let l = f32::from(code);

@@ -153,7 +153,7 @@ fn the_mask_closes_exactly_where_a_code_is_clipped() {
 
 #[test]
 fn c001_a_block_does_not_depend_on_its_neighbours_and_small_ones_decode_to_zero() {
-    for grid in GgufGrid::ENCODED {
+    for grid in GgufGrid::ALL {
         let len = grid.block_len();
         let row = normal(len, 1);
         let mut w = row.clone();
@@ -169,7 +169,7 @@ fn c001_a_block_does_not_depend_on_its_neighbours_and_small_ones_decode_to_zero(
 
 #[test]
 fn c005_f022_what_cannot_be_stored_is_refused_and_poisons_its_block_alone() {
-    for grid in GgufGrid::ENCODED {
+    for grid in GgufGrid::ALL {
         let len = grid.block_len();
         for (bad, at) in
             [(f32::NAN, 0), (f32::INFINITY, 5), (f32::NEG_INFINITY, len - 1), (1e9, 3), (-1e9, 3), (3e38, 9)]
@@ -193,21 +193,19 @@ fn c005_f022_what_cannot_be_stored_is_refused_and_poisons_its_block_alone() {
 }
 
 #[test]
-fn wrong_lengths_and_grids_without_an_encoder_are_refused() {
+fn wrong_lengths_are_refused() {
     for grid in GgufGrid::ALL {
         let (len, size) = (grid.block_len(), grid.block_bytes());
         let w = vec![0.5; len];
-        let encoded = GgufGrid::ENCODED.contains(&grid);
-        assert_eq!(grid.quantize(&w).is_ok(), encoded);
-        assert_eq!(grid.quantize(&[]).is_ok(), encoded);
-        assert!(matches!(grid.quantize(&w[1..]), Err(QuantError::Length { .. } | QuantError::Setting { .. })));
+        assert!(grid.quantize(&w).is_ok() && grid.quantize(&[]).is_ok());
+        assert!(matches!(grid.quantize(&w[1..]), Err(QuantError::Length { .. })));
         let mut out = vec![0.0; len];
         assert!(grid.dequantize(&vec![0; size], &mut out).is_ok());
         assert!(grid.dequantize(&vec![0; size - 1], &mut out).is_err());
         assert!(grid.dequantize(&vec![0; 2 * size], &mut out).is_err());
         assert!(grid.dequantize(&vec![0; size], &mut out[1..]).is_err());
         let mut inside = vec![9; len];
-        assert_eq!(grid.fake_quantize(&w, &mut out, &mut inside).is_ok(), encoded);
+        assert!(grid.fake_quantize(&w, &mut out, &mut inside).is_ok());
         assert!(grid.fake_quantize(&w, &mut out[1..], &mut inside).is_err());
         assert!(grid.fake_quantize(&w, &mut out, &mut inside[1..]).is_err());
         assert!((grid.bits_per_weight() * len as f64 / 8.0 - size as f64).abs() < 1e-9);
