@@ -159,7 +159,14 @@ fn export(out: &Path, args: Option<QuantArgs>) -> Result<(), CliError> {
             Some(args) => {
                 let matrix = QuantizedMatrix::quantize(&data, n, k, args)
                     .map_err(|e| CliError::new(6, format!("fixed: {}: {e}", spec.module)))?;
-                ExportTensor::Linear { module: spec.module, shape: spec.shape, matrix, activation: None, source: None }
+                ExportTensor::Linear {
+                    module: spec.module,
+                    shape: spec.shape,
+                    matrix,
+                    activation: None,
+                    source: None,
+                    order: None,
+                }
             }
         });
     }

@@ -134,6 +134,7 @@ impl Case {
                     matrix: matrix.clone(),
                     activation: stored(module),
                     source: None,
+                    order: None,
                 },
                 None => ExportTensor::Float { name, shape, data, dtype: FloatType::F32 },
             }

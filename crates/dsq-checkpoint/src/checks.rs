@@ -7,7 +7,7 @@ use crate::config::fields::show;
 use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
-use crate::packed::{WEIGHT_PARTS, expected_tensors};
+use crate::packed::{G_IDX, WEIGHT_PARTS, expected_tensors};
 use crate::{
     Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, LinearWeight, ModelConfig, PROOF_FILE, Severity, lint,
     printable,
@@ -172,7 +172,7 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         let (name, wanted) = (name(e.suffix), e.dtype.map_or("F32, F16 or BF16", Dtype::name));
         let problem = match ckpt.info(&name) {
             // Groups that are runs of inputs need no list.
-            None if e.suffix == "g_idx" && !ckpt.quantization().is_some_and(|q| q.act_order) => continue,
+            None if e.suffix == "g_idx" && !group.act_order => continue,
             None => "expected this tensor, got nothing".into(),
             Some(i) if i.shape != e.shape => {
                 let meant = columns::other_bits(layout, &group.weights, n, k, e, &i.shape);
@@ -190,6 +190,14 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     for suffix in WEIGHT_PARTS.into_iter().filter(|s| *s != "weight" && !expected.iter().any(|e| e.suffix == *s)) {
         if ckpt.info(&name(suffix)).is_some() {
             let what = match suffix {
+                // Tools leave it out where groups are runs of inputs; values are looked at with all tensors.
+                G_IDX if group.act_order && layout == FolderFormat::CompressedTensors && spec.shape.len() == 2 => {
+                    continue;
+                }
+                G_IDX if layout == FolderFormat::CompressedTensors => {
+                    "groups in activation order, where actorder is not \"group\"; expected no such tensor, got one"
+                        .into()
+                }
                 "weight_zero_point" => "zero points of a symmetric scheme; expected no such tensor, got one".into(),
                 _ => format!("{} weights have no such tensor; expected none, got one", group.weights.qtype.name()),
             };
@@ -356,7 +364,9 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
         let codes = [".weight_packed", ".weight", ".qweight"].iter().find_map(|part| name.strip_suffix(part));
         if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
             match ckpt.linear(module).and_then(|weight| ckpt.activation(module).map(|_| weight)) {
-                Ok(LinearWeight::Quantized(matrix)) => faults.extend(lint::codes(ckpt, &name, &matrix)),
+                Ok(LinearWeight::Quantized(matrix) | LinearWeight::Ordered { matrix, .. }) => {
+                    faults.extend(lint::codes(ckpt, &name, &matrix))
+                }
                 Ok(LinearWeight::Float { .. }) => {}
                 Err(e) => faults.push(fault_of(ckpt, &name, &e)),
             }

@@ -418,7 +418,14 @@ fn what_the_formats_do_not_hold_is_refused_by_name() {
     let int4 = QuantArgs::int4(group, FloatType::F16);
     let linear = |n: usize, k: usize, module: &str, args| {
         let matrix = QuantizedMatrix::quantize(&vec![0.5; n * k], n, k, args).unwrap();
-        ExportTensor::Linear { module: module.into(), shape: vec![n, k], matrix, activation: None, source: None }
+        ExportTensor::Linear {
+            module: module.into(),
+            shape: vec![n, k],
+            matrix,
+            activation: None,
+            source: None,
+            order: None,
+        }
     };
     refuse(FolderFormat::GptqV1, &mut vec![linear(40, 64, "a", int4)], &["a: ", "multiples of 32, got 40 and 64"]);
     refuse(FolderFormat::Awq, &mut vec![linear(36, 64, "a", int4)], &["multiples of 8, got 36 and 64"]);

@@ -72,7 +72,14 @@ fn a_folder_of_compressed_tensors_is_what_dsq_writes() {
                 Some(s) => {
                     let matrix = QuantizedMatrix::quantize(&data, shape[0], shape[1], s.weights).unwrap();
                     assert_eq!(theirs.linear(module).unwrap(), LinearWeight::Quantized(matrix.clone()), "{module}");
-                    ExportTensor::Linear { module: module.into(), shape, matrix, activation: None, source: None }
+                    ExportTensor::Linear {
+                        module: module.into(),
+                        shape,
+                        matrix,
+                        activation: None,
+                        source: None,
+                        order: None,
+                    }
                 }
                 None => ExportTensor::Float { name: tensor, shape, data, dtype: FloatType::F32 },
             });

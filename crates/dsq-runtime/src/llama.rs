@@ -339,6 +339,7 @@ pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, Runtime
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
+        LinearWeight::Ordered { matrix, order } => Linear::ordered(&matrix, order).map_err(quant),
         LinearWeight::Float { n, k, data } => {
             let dtype = stored_float(model, module);
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)

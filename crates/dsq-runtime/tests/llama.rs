@@ -244,7 +244,7 @@ fn export_pair(name: &str, args: QuantArgs) -> (tempfile::TempDir, LlamaRuntime,
         let LinearWeight::Float { n, k, data } = model.linear(&module).unwrap() else { panic!("a float model") };
         let matrix = QuantizedMatrix::quantize(&data, n, k, args).unwrap();
         float.push(keep(matrix.dequantize()));
-        packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None });
+        packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None, order: None });
     }
     let scheme =
         QuantConfig::new(QuantScheme { weights: args, activations: None }, &["lm_head".into(), "embed_tokens".into()])

@@ -512,7 +512,7 @@ fn layer(
         .map_err(|e| CliError::from(CheckpointError::quant(&args.model, &name, e)))?
         .len();
     let shape = spec.shape.clone();
-    let tensor = ExportTensor::Linear { module, shape, matrix, activation, source: Some(source) };
+    let tensor = ExportTensor::Linear { module, shape, matrix, activation, source: Some(source), order: None };
     Ok(Layer { tensor, degenerate, fit })
 }
 

@@ -56,7 +56,7 @@ pub(super) fn outlines(config: &QuantConfig, specs: &[LinearSpec]) -> Result<Vec
     let one = |spec: &LinearSpec| {
         let (module, shape) = (spec.module.clone(), spec.shape.clone());
         let activation = config.scheme_for(&module).and_then(|s| s.activations).filter(|a| !a.is_dynamic());
-        Ok(Outline::Linear { args: weights_of(config, &module)?, module, shape, activation })
+        Ok(Outline::Linear { args: weights_of(config, &module)?, module, shape, activation, ordered: false })
     };
     specs.iter().map(one).collect()
 }
@@ -138,7 +138,7 @@ impl<'a> Rounding<'a> {
         let degenerate = QuantizedMatrix::degenerate_groups(&data, n, k, weights).map_err(refuse)?.len();
         let source = Some(hashed_record(ckpt, &name, sha256, &data, &matrix.dequantize()));
         let (module, shape) = (spec.module.clone(), spec.shape.clone());
-        let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source };
+        let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source, order: None };
         Ok(Layer { tensor, degenerate, fit: None })
     }
 }

@@ -331,7 +331,7 @@ impl<'a> GgufExport<'a> {
         let (values, carried, own) = match p.kind {
             Kind::Float(_) => (source.read_f32(&p.name)?, None, None),
             Kind::Codes => match source.linear(p.module())? {
-                LinearWeight::Float { data, .. } => (data, None, None),
+                weight @ (LinearWeight::Float { .. } | LinearWeight::Ordered { .. }) => (weight.into_f32(), None, None),
                 LinearWeight::Quantized(m) => (m.dequantize(), p.ty.grid().and_then(|g| g.from_codes(&m)), None),
             },
             Kind::Blocks(grid) => {
