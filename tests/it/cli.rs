@@ -60,6 +60,7 @@ impl Models {
             windows: Vec::new(),
             experts: None,
             latent: None,
+            biases: Default::default(),
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

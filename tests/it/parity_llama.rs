@@ -62,6 +62,7 @@ impl Case {
             windows: Vec::new(),
             experts: None,
             latent: None,
+            biases: Default::default(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

@@ -117,6 +117,11 @@ impl Checkpoint {
         };
         let quantization = with_quantize_config(dir, quantization)?;
         let mut folder = Folder::open(dir)?;
+        if let ModelConfig::Llama(c) = &config
+            && c.experts.is_some()
+        {
+            folder.take_experts_apart(c)?;
+        }
         faults.append(&mut folder.faults);
         let mut out = Self { path: dir.to_path_buf(), config, quantization, source: Source::Folder(folder), faults };
         let found = crate::checks::check_tensors(&out)?;

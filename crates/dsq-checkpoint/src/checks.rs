@@ -51,7 +51,7 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
     }
     used.extend(ahead);
     for name in ckpt.names() {
-        if !used.contains(&name) && check_unused(ckpt, &name, &mut problems, &mut faults) {
+        if !used.contains(&name) && check_unused(ckpt, &name, &mut problems) {
             unused.push(name);
         }
     }
@@ -251,15 +251,13 @@ fn expect_one(ckpt: &Checkpoint, name: &str, problems: &mut Problems) {
 
 /// A tensor that the config does not call for: more layers than the config has is an error, a bias or quantization
 /// tensor that would be ignored too. True for anything else, which is worth a warning.
-fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: &mut Vec<Fault>) -> bool {
+fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems) -> bool {
     if let ModelConfig::Llama(c) = ckpt.config() {
         if name.ends_with("rotary_emb.inv_freq") {
             return false; // Written by old versions of transformers; follows from the config.
         }
         if name == "lm_head.weight" && c.tie_word_embeddings {
-            let what = "not used: tie_word_embeddings is true, so the embedding is the output matrix";
-            faults.push(Fault::new(Severity::Warning, ckpt.path(), name, what));
-            return false;
+            return false; // The lint compares it with the embedding.
         }
         let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
         if let Some(i) = layer.filter(|i: &usize| *i >= c.num_hidden_layers) {
@@ -360,12 +358,14 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
 /// Reads every tensor and lists what is wrong with the values.
 pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = check_proof(ckpt);
+    let mut shifts = Vec::new();
     for name in ckpt.names() {
         let codes = [".weight_packed", ".weight", ".qweight"].iter().find_map(|part| name.strip_suffix(part));
         if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
             match ckpt.linear(module).and_then(|weight| ckpt.activation(module).map(|_| weight)) {
                 Ok(LinearWeight::Quantized(matrix) | LinearWeight::Ordered { matrix, .. }) => {
-                    faults.extend(lint::codes(ckpt, &name, &matrix))
+                    faults.extend(lint::codes(ckpt, &name, &matrix));
+                    shifts.extend(lint::shift(&matrix).map(|shift| (name.clone(), shift)));
                 }
                 Ok(LinearWeight::Float { .. }) => {}
                 Err(e) => faults.push(fault_of(ckpt, &name, &e)),
@@ -382,6 +382,7 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             Err(e) => faults.push(fault_of(ckpt, &name, &e)),
         }
     }
+    faults.extend(lint::shifted(ckpt, &shifts));
     faults.extend(lint::model(ckpt));
     faults
 }

@@ -215,22 +215,24 @@ fn peers_words_are_read_and_written() {
         };
         let want: Vec<f32> = (0..n * k).map(value).collect();
         let read = ckpt.linear(MODULE).unwrap();
-        assert_eq!(matches!(read, LinearWeight::Float { .. }), case["order"] == true, "{name}");
         assert!(read.clone().into_f32() == want, "{name}");
-        if case["order"] == true {
-            let notes: Vec<_> = ckpt.faults().into_iter().filter(|f| f.severity == Severity::Note).collect();
-            assert!(notes.iter().any(|f| f.problem.contains("activation order")), "{notes:?}");
-            continue;
-        }
-        let LinearWeight::Quantized(matrix) = read else { panic!("codes") };
-        assert_eq!(matrix.codes, codes, "{name}");
+        let (matrix, order) = match read {
+            LinearWeight::Quantized(matrix) => (matrix, None),
+            LinearWeight::Ordered { matrix, order } => (matrix, Some(order)),
+            LinearWeight::Float { .. } => panic!("codes"),
+        };
+        assert_eq!(order.is_some(), case["order"] == true, "{name}");
+        let by_input = order.as_ref().map_or_else(|| matrix.codes.clone(), |o| o.scatter(&matrix.codes));
+        assert_eq!(by_input, codes, "{name}");
+        let noted = ckpt.faults().iter().any(|f| f.severity == Severity::Note && f.problem.contains("activation order"));
+        assert_eq!(noted, order.is_some(), "{name}");
         // Written: the same words.
         let mut layers = layers(others);
         for layer in &mut layers {
-            if let ExportTensor::Linear { module, matrix: m, .. } = layer
+            if let ExportTensor::Linear { module, matrix: m, order: o, .. } = layer
                 && module == MODULE
             {
-                *m = matrix.clone();
+                (*m, *o) = (matrix.clone(), order.clone());
             }
         }
         let again = folder.dir.with_file_name("again");

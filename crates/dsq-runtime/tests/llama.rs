@@ -26,13 +26,15 @@ fn logits_of(name: &str, index: usize) -> Vec<f32> {
 }
 
 /// The golden models.
-const ALL: [&str; 10] = [
+const ALL: [&str; 12] = [
     "llama_tiny",
     "llama_tiny_untied",
     "llama_tiny_llama3rope",
     "qwen2_tiny",
     "qwen3_tiny",
     "mistral_tiny",
+    "llama_bias_tiny",
+    "qwen3_bias_tiny",
     "mixtral_tiny",
     "deepseek_v2_lite_tiny",
     "deepseek_v2_tiny",

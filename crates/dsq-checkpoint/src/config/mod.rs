@@ -12,7 +12,7 @@ mod rope;
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use latent::{LATENT_NORM_EPS, Latent};
-pub use llama::LlamaConfig;
+pub use llama::{Biases, LlamaConfig};
 pub use resnet::ResNetConfig;
 pub use rope::{RopeScaling, Rotary, Yarn};
 

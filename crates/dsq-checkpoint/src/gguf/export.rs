@@ -123,6 +123,10 @@ impl<'a> GgufExport<'a> {
         let ModelConfig::Llama(config) = source.config() else {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
         };
+        if config.biases != Default::default() {
+            let problem = "GGUF files hold models without biases here; expected attention_bias and mlp_bias false, got true";
+            return usage("--format", problem.into());
+        }
         if config.model_type != "llama" {
             let problem =
                 format!("GGUF files hold models of type llama here; expected llama, got {}", config.model_type);

@@ -165,6 +165,7 @@ pub(crate) fn config(metadata: &Metadata, tensors: &[TensorEntry]) -> Result<Lla
         windows: Vec::new(),
         experts: None,
         latent: None,
+        biases: Default::default(),
         tie_word_embeddings: !tensors.iter().any(|t| t.name == "output.weight"),
         bos_token_id: ids.bos,
         eos_token_ids: ids.eos,

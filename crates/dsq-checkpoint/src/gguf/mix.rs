@@ -138,6 +138,7 @@ mod tests {
             windows: Vec::new(),
             experts: None,
             latent: None,
+            biases: Default::default(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: vec![],
