@@ -9,8 +9,8 @@ use super::quantize::{float_outline, float_tensor};
 use crate::plan::{self, Plan};
 use crate::{Global, error::CliError, output, proof_logits, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, ExportLoss, ExportTensor, FolderFormat, FolderTarget, FolderWriter, GgufType, Judge, ModelConfig,
-    Outline, Proof, Workers, check_output, export_stream, folder_bytes, printable,
+    Checkpoint, ExportTensor, FolderFormat, FolderTarget, FolderWriter, GgufType, Judge, ModelConfig, Outline, Proof,
+    Workers, check_output, export_stream, folder_bytes, printable,
 };
 use dsq_quant::{FloatType, Pattern, QuantConfig, QuantScheme};
 pub(super) use layers::packed_names;
@@ -135,7 +135,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let caches = outlines.len();
     let floats: Vec<String> = ckpt.names().into_iter().filter(|n| !done.contains(n)).collect();
     outlines.extend(floats.iter().map(|name| float_outline(&ckpt, name.clone(), args.dtype)));
-    check_loss(&args, format.unwrap_or_default(), &survey.loss)?;
+    check_loss(&args, format.unwrap_or_default(), &survey)?;
     let mut scheme = scheme_of(&outlines, &ckpt, has_grids)?;
     if let Some(scheme) = scheme.as_mut().filter(|_| has_grids) {
         scheme.kv_cache = ckpt.kv_cache();
@@ -217,13 +217,22 @@ fn check_blocks(args: &Args, survey: &Survey) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Refuses, or with `--requantize` tells, that scales change when they are rounded to f16.
-fn check_loss(args: &Args, format: FolderFormat, loss: &ExportLoss) -> Result<(), CliError> {
+/// Refuses, or with `--requantize` tells, that scales change when they are rounded to f16, or codes because AWQ has no groups in
+/// activation order.
+fn check_loss(args: &Args, format: FolderFormat, survey: &Survey) -> Result<(), CliError> {
+    let loss = &survey.loss;
     if loss.tensors == 0 {
         return Ok(());
     }
     if !args.requantize {
         let at = printable(&args.model.to_string_lossy());
+        if survey.ordered > 0 && format == FolderFormat::Awq {
+            let n = survey.ordered;
+            let problem =
+                format!("AWQ has no groups in activation order; expected runs of inputs, got others in {n} layers");
+            return Err(CliError::usage(format!("{at}: --format: {problem}; {loss}"))
+                .with_hint("--requantize chooses codes anew; GPTQ and compressed-tensors hold these as they are"));
+        }
         let problem =
             format!("{} stores scales in f16; expected scales that are f16 numbers, got others", format.name());
         return Err(CliError::usage(format!("{at}: --format: {problem}; {loss}"))

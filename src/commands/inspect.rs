@@ -110,6 +110,7 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
             ("scales", true),
             ("qzeros", true),
             ("g_idx", true),
+            ("weight_g_idx", true),
             ("weight_shape", false),
             ("input_scale", false),
             ("input_global_scale", false),
@@ -123,7 +124,9 @@ fn rows(ckpt: &Checkpoint) -> Result<Vec<Row>, CliError> {
         }
         let mut kind = match ckpt.linear(&spec.module)? {
             LinearWeight::Quantized(matrix) => scheme_name(&matrix.args),
-            LinearWeight::Float { .. } => "codes with groups in activation order".to_owned(),
+            LinearWeight::Ordered { matrix, .. } => format!("{} in activation order", scheme_name(&matrix.args)),
+            // No codes have such a weight.
+            LinearWeight::Float { .. } => "codes".to_owned(),
         };
         if let Some((a, _)) = ckpt.activation(&spec.module)? {
             kind.push_str(&format!(", {}-bit input", a.qtype.bits()));

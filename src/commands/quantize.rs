@@ -167,7 +167,7 @@ impl Layer {
             .map_err(|e| CliError::from(CheckpointError::quant(&args.model, &weight.name, e)))?
             .len();
         let (module, shape, source) = (spec.module.clone(), spec.shape.clone(), Some(source));
-        Ok(Self { tensor: ExportTensor::Linear { module, shape, matrix, activation, source }, degenerate })
+        Ok(Self { tensor: ExportTensor::Linear { module, shape, matrix, activation, source, order: None }, degenerate })
     }
 }
 

@@ -219,6 +219,7 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
                     source: Some(SourceRecord::of(&data, matrix)),
                     matrix: matrix.clone(),
                     activation: grids.get(module).copied(),
+                    order: None,
                 },
                 None => float((name, shape, data)),
             }

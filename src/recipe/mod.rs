@@ -512,6 +512,7 @@ fn read_llama(mut model: Section) -> Result<LlamaConfig, CliError> {
         windows: Vec::new(),
         experts: None,
         latent: None,
+        biases: Default::default(),
         tie_word_embeddings: model.boolean("tie_word_embeddings", true)?,
         model_type: "llama".into(),
         bos_token_id: None,

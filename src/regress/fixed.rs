@@ -58,6 +58,7 @@ fn config() -> LlamaConfig {
         windows: Vec::new(),
         experts: None,
         latent: None,
+        biases: Default::default(),
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_ids: Vec::new(),
@@ -137,7 +138,7 @@ fn tokens() -> Vec<u32> {
 /// The digest that stands for a recipe's: of everything that decides the numbers below.
 pub fn identity() -> String {
     // What a config has beyond the first baselines is left out where it says nothing, so that they stay usable.
-    let model = format!("{:?}", config()).replace("rope_scaling: None, windows: [], experts: None, latent: None, ", "");
+    let model = format!("{:?}", config()).replace("rope_scaling: None, windows: [], experts: None, latent: None, biases: Biases { attention: false, mlp: false }, ", "");
     let text = format!("fixed {VERSION} {CONTEXT} {WINDOWS} {model} {:?}", schemes());
     hex(&Sha256::digest(text))
 }
@@ -159,7 +160,14 @@ fn export(out: &Path, args: Option<QuantArgs>) -> Result<(), CliError> {
             Some(args) => {
                 let matrix = QuantizedMatrix::quantize(&data, n, k, args)
                     .map_err(|e| CliError::new(6, format!("fixed: {}: {e}", spec.module)))?;
-                ExportTensor::Linear { module: spec.module, shape: spec.shape, matrix, activation: None, source: None }
+                ExportTensor::Linear {
+                    module: spec.module,
+                    shape: spec.shape,
+                    matrix,
+                    activation: None,
+                    source: None,
+                    order: None,
+                }
             }
         });
     }

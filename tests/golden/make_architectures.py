@@ -31,6 +31,12 @@ MODELS = {
                        max_window_layers=3),
     "mistral_tiny": dict(BASE, architectures=["MistralForCausalLM"], model_type="mistral", tie_word_embeddings=False,
                          head_dim=16, sliding_window=8),
+    # Every bias that a config can ask for.
+    "llama_bias_tiny": dict(BASE, num_hidden_layers=2, architectures=["LlamaForCausalLM"], model_type="llama",
+                            tie_word_embeddings=True, head_dim=16, attention_bias=True, mlp_bias=True),
+    "qwen3_bias_tiny": dict(BASE, num_hidden_layers=2, architectures=["Qwen3ForCausalLM"], model_type="qwen3",
+                            tie_word_embeddings=True, head_dim=16, attention_bias=True, use_sliding_window=False,
+                            sliding_window=None, max_window_layers=2),
 }
 
 

@@ -60,6 +60,7 @@ impl Models {
             windows: Vec::new(),
             experts: None,
             latent: None,
+            biases: Default::default(),
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
@@ -91,7 +92,7 @@ impl Models {
             let matrix = QuantizedMatrix::quantize(&data, n, k, weights).unwrap();
             let (name, shape) = (format!("{module}.weight"), spec.shape);
             float.push(ExportTensor::Float { name, shape: shape.clone(), data, dtype: FloatType::F32 });
-            packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None });
+            packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None, order: None });
         }
         let quant = QuantConfig::new(QuantScheme { weights, activations: None }, &[]).unwrap();
         let tokenizer = std::fs::read(root("recipes/data/pydoc/tokenizer.json")).unwrap();

@@ -164,6 +164,7 @@ fn write(out: &Path, outcome: &CnnOutcome, scheme: &QuantConfig) {
                 matrix,
                 activation: l.activation,
                 source: None,
+                order: None,
             },
         });
     }

@@ -13,6 +13,7 @@ mod kv_cache;
 mod llama_bound;
 mod model_files;
 mod onnx;
+mod pairs;
 mod parity_architectures;
 mod parity_cnn;
 mod parity_llama;

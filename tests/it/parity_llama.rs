@@ -62,6 +62,7 @@ impl Case {
             windows: Vec::new(),
             experts: None,
             latent: None,
+            biases: Default::default(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
@@ -134,6 +135,7 @@ impl Case {
                     matrix: matrix.clone(),
                     activation: stored(module),
                     source: None,
+                    order: None,
                 },
                 None => ExportTensor::Float { name, shape, data, dtype: FloatType::F32 },
             }

@@ -6,13 +6,13 @@ use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
 use crate::json::{open_regular, parse_json, read_bounded, read_json};
-use crate::packed::{DiskFormat, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
+use crate::packed::{DiskFormat, G_IDX, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
 use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::read_at;
 use crate::tensor::{extend_floats, float_bytes, floats_from_bytes};
 use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
-use dsq_quant::{FloatType, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
+use dsq_quant::{ColumnOrder, FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
@@ -65,14 +65,30 @@ pub enum LinearWeight {
     },
     /// Codes on a grid.
     Quantized(QuantizedMatrix),
+    /// Codes on a grid whose groups are no runs of inputs (activation order): the columns of a group lie side by side here.
+    Ordered {
+        /// Codes, scales, zero points.
+        matrix: QuantizedMatrix,
+        /// Which input each column is; never the inputs as they come.
+        order: ColumnOrder,
+    },
 }
 
 impl LinearWeight {
+    /// Codes, with the order of their columns where it is not that of the inputs.
+    pub(crate) fn of_codes(matrix: QuantizedMatrix, order: Option<ColumnOrder>) -> Self {
+        match order.filter(|o| !o.is_identity()) {
+            None => Self::Quantized(matrix),
+            Some(order) => Self::Ordered { matrix, order },
+        }
+    }
+
     /// The values, `[n, k]` row major, dequantized where they are codes.
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             LinearWeight::Float { data, .. } => data,
             LinearWeight::Quantized(q) => q.dequantize(),
+            LinearWeight::Ordered { matrix, order } => order.scatter(&matrix.dequantize()),
         }
     }
 }
@@ -101,6 +117,11 @@ impl Checkpoint {
         };
         let quantization = with_quantize_config(dir, quantization)?;
         let mut folder = Folder::open(dir)?;
+        if let ModelConfig::Llama(c) = &config
+            && c.experts.is_some()
+        {
+            folder.take_experts_apart(c)?;
+        }
         faults.append(&mut folder.faults);
         let mut out = Self { path: dir.to_path_buf(), config, quantization, source: Source::Folder(folder), faults };
         let found = crate::checks::check_tensors(&out)?;
@@ -321,8 +342,7 @@ impl Checkpoint {
         matches!(self.dtype(&format!("{module}.weight")), Some(Dtype::F8E4m3 | Dtype::F8E5m2 | Dtype::I8))
     }
 
-    /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding. Codes of a GPTQ layer with groups in
-    /// another order than its inputs (act-order) are floats here: the values that they stand for.
+    /// The weight of a linear or convolution module. `lm_head` of a tied model is the embedding.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for tensors that are absent or do not fit together, [`CheckpointError::Quant`] for
@@ -456,8 +476,18 @@ impl Checkpoint {
             true => Some(self.read_f32(&name("weight_global_scale"))?[0]),
         };
         let (_, bytes) = self.read_stored(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }))?;
-        let codes = unpack_codes(format, &args, n, k, &bytes);
-        unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global).map(LinearWeight::Quantized)
+        let mut codes = unpack_codes(format, &args, n, k, &bytes);
+        let ordered =
+            self.quantization.as_ref().and_then(|q| q.group_for(module, "Linear")).is_some_and(|g| g.act_order);
+        let order = match args.granularity {
+            Granularity::PerGroup(len) if ordered => columns::group_order(self, &name(G_IDX), k, len)?,
+            _ => None,
+        };
+        if let Some(order) = &order {
+            codes = order.gather(&codes);
+        }
+        let matrix = unpack(&self.path, module, args, [n, k], codes, scales, &zeros, global)?;
+        Ok(LinearWeight::of_codes(matrix, order))
     }
 
     /// Rows, columns and number of dimensions of a quantized weight: what `weight_shape` says, or the codes where there is

@@ -6,7 +6,7 @@ use crate::columns::{self, FolderFormat};
 use crate::gguf::proof_path;
 use crate::json::read_json;
 use crate::kv_cache;
-use crate::packed::{WEIGHT_PARTS, expected_tensors};
+use crate::packed::{G_IDX, WEIGHT_PARTS, expected_tensors};
 use crate::{
     Checkpoint, CheckpointError, Dtype, Fault, LinearSpec, LinearWeight, ModelConfig, PROOF_FILE, Severity, lint,
     printable,
@@ -50,7 +50,7 @@ pub(crate) fn check_tensors(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointE
     }
     used.extend(ahead);
     for name in ckpt.names() {
-        if !used.contains(&name) && check_unused(ckpt, &name, &mut problems, &mut faults) {
+        if !used.contains(&name) && check_unused(ckpt, &name, &mut problems) {
             unused.push(name);
         }
     }
@@ -171,7 +171,7 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
         let (name, wanted) = (name(e.suffix), e.dtype.map_or("F32, F16 or BF16", Dtype::name));
         let problem = match ckpt.info(&name) {
             // Groups that are runs of inputs need no list.
-            None if e.suffix == "g_idx" && !ckpt.quantization().is_some_and(|q| q.act_order) => continue,
+            None if e.suffix == "g_idx" && !group.act_order => continue,
             None => "expected this tensor, got nothing".into(),
             Some(i) if i.shape != e.shape => {
                 let meant = columns::other_bits(layout, &group.weights, n, k, e, &i.shape);
@@ -189,6 +189,14 @@ fn check_linear(ckpt: &Checkpoint, spec: &LinearSpec, problems: &mut Problems, u
     for suffix in WEIGHT_PARTS.into_iter().filter(|s| *s != "weight" && !expected.iter().any(|e| e.suffix == *s)) {
         if ckpt.info(&name(suffix)).is_some() {
             let what = match suffix {
+                // Tools leave it out where groups are runs of inputs; values are looked at with all tensors.
+                G_IDX if group.act_order && layout == FolderFormat::CompressedTensors && spec.shape.len() == 2 => {
+                    continue;
+                }
+                G_IDX if layout == FolderFormat::CompressedTensors => {
+                    "groups in activation order, where actorder is not \"group\"; expected no such tensor, got one"
+                        .into()
+                }
                 "weight_zero_point" => "zero points of a symmetric scheme; expected no such tensor, got one".into(),
                 _ => format!("{} weights have no such tensor; expected none, got one", group.weights.qtype.name()),
             };
@@ -242,15 +250,13 @@ fn expect_one(ckpt: &Checkpoint, name: &str, problems: &mut Problems) {
 
 /// A tensor that the config does not call for: more layers than the config has is an error, a bias or quantization
 /// tensor that would be ignored too. True for anything else, which is worth a warning.
-fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems, faults: &mut Vec<Fault>) -> bool {
+fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems) -> bool {
     if let ModelConfig::Llama(c) = ckpt.config() {
         if name.ends_with("rotary_emb.inv_freq") {
             return false; // Written by old versions of transformers; follows from the config.
         }
         if name == "lm_head.weight" && c.tie_word_embeddings {
-            let what = "not used: tie_word_embeddings is true, so the embedding is the output matrix";
-            faults.push(Fault::new(Severity::Warning, ckpt.path(), name, what));
-            return false;
+            return false; // The lint compares it with the embedding.
         }
         let layer = name.strip_prefix("model.layers.").and_then(|r| r.split('.').next()).and_then(|i| i.parse().ok());
         if let Some(i) = layer.filter(|i: &usize| *i >= c.num_hidden_layers) {
@@ -324,7 +330,9 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
     let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     // Each once: a tensor of a GGUF file may hold many of the source's.
     let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
-    for (name, expected) in stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>() {
+    for (name, expected) in
+        stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>()
+    {
         let found = match gguf {
             // By its name in the file.
             Some(g) => g.sha256_as_stored(name).and_then(|found| found.ok_or_else(|| ckpt.missing(name))),
@@ -358,11 +366,15 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
 /// Reads every tensor and lists what is wrong with the values.
 pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = check_proof(ckpt);
+    let mut shifts = Vec::new();
     for name in ckpt.names() {
         let codes = [".weight_packed", ".weight", ".qweight"].iter().find_map(|part| name.strip_suffix(part));
         if let Some(module) = codes.filter(|m| ckpt.is_quantized(m)) {
             match ckpt.linear(module).and_then(|weight| ckpt.activation(module).map(|_| weight)) {
-                Ok(LinearWeight::Quantized(matrix)) => faults.extend(lint::codes(ckpt, &name, &matrix)),
+                Ok(LinearWeight::Quantized(matrix) | LinearWeight::Ordered { matrix, .. }) => {
+                    faults.extend(lint::codes(ckpt, &name, &matrix));
+                    shifts.extend(lint::shift(&matrix).map(|shift| (name.clone(), shift)));
+                }
                 Ok(LinearWeight::Float { .. }) => {}
                 Err(e) => faults.push(fault_of(ckpt, &name, &e)),
             }
@@ -378,6 +390,7 @@ pub(crate) fn lint(ckpt: &Checkpoint) -> Vec<Fault> {
             Err(e) => faults.push(fault_of(ckpt, &name, &e)),
         }
     }
+    faults.extend(lint::shifted(ckpt, &shifts));
     faults.extend(lint::model(ckpt));
     faults
 }

@@ -13,7 +13,7 @@ use crate::columns::{self, FolderFormat};
 use crate::tensor::{float_bytes, floats_from_bytes};
 use crate::workers::Workers;
 use crate::{CheckpointError, Dtype, ModelConfig, printable};
-use dsq_quant::{FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_quant::{ColumnOrder, FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix};
 use serde::Serialize;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -76,6 +76,8 @@ pub enum ExportTensor {
         activation: Option<(QuantArgs, QParams)>,
         /// The weight before it was quantized, for the proof.
         source: Option<SourceRecord>,
+        /// Which input each column of `matrix` is, where its groups are in activation order; `None`: the inputs as they come.
+        order: Option<ColumnOrder>,
     },
     /// The grids of the KV cache of one layer of a language model.
     KvCache {
@@ -95,11 +97,20 @@ impl ExportTensor {
                 Some(data.iter().map(|&x| dtype.round(x)).collect())
             }
             Self::Copy { name: n, dtype, bytes, .. } if n == name => Some(floats_from_bytes(bytes, dtype.float()?)),
-            Self::Linear { module, matrix, .. } if name.strip_suffix(".weight") == Some(module.as_str()) => {
-                Some(matrix.dequantize())
+            Self::Linear { module, matrix, order, .. } if name.strip_suffix(".weight") == Some(module.as_str()) => {
+                Some(values_of_codes(matrix, order.as_ref()))
             }
             _ => None,
         }
+    }
+}
+
+/// The values of codes, columns in the order of the inputs.
+pub(crate) fn values_of_codes(matrix: &QuantizedMatrix, order: Option<&ColumnOrder>) -> Vec<f32> {
+    let values = matrix.dequantize();
+    match order {
+        None => values,
+        Some(order) => order.scatter(&values),
     }
 }
 

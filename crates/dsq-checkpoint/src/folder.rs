@@ -4,7 +4,7 @@
 use crate::config::fields::show;
 use crate::json::read_json;
 use crate::safetensors::{Entry, SafetensorsFile};
-use crate::{CheckpointError, Fault, Severity, printable};
+use crate::{CheckpointError, Fault, LlamaConfig, Severity, printable};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -40,6 +40,38 @@ impl Folder {
             }
         };
         Ok(Self { files, faults })
+    }
+
+    /// Reads the experts of a model one by one where transformers 5 stored its own modules (`save_original_format=False`): all experts of
+    /// a layer stacked in two tensors, see [`LlamaConfig::stacked`].
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for a stack of another shape than the config's, or of no floats.
+    pub(crate) fn take_experts_apart(&mut self, config: &LlamaConfig) -> Result<(), CheckpointError> {
+        let mut count = 0;
+        for file in &mut self.files {
+            for entry in file.entries() {
+                let Some((shape, _)) = config.stacked(&entry.name) else { continue };
+                if entry.shape != shape || entry.dtype.float().is_none() {
+                    let problem = format!(
+                        "stacked experts; expected floats of shape {shape:?} (experts, outputs, inputs), got {} {:?}",
+                        entry.dtype, entry.shape
+                    );
+                    return Err(CheckpointError::invalid(file.path(), &entry.name, problem).with_hint(
+                        "transformers saves experts one by one with save_original_format=True, its default",
+                    ));
+                }
+            }
+            count += file.split(|entry| config.stacked(&entry.name).map(|(_, parts)| parts))?;
+        }
+        if count > 0 {
+            let path = self.files[0].path();
+            let what = format!(
+                "{count} tensors with the experts of a layer stacked, or under transformers' own names: read one by one"
+            );
+            self.faults.push(Fault::new(Severity::Note, path, "experts", what));
+        }
+        Ok(())
     }
 
     /// The names of the tensors, in file order.

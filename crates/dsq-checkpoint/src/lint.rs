@@ -3,11 +3,13 @@
 
 use crate::json::parse_json;
 use crate::{Checkpoint, Fault, ModelConfig, Severity};
-use dsq_quant::QuantizedMatrix;
+use dsq_quant::{Mapping, QuantizedMatrix};
 use std::collections::BTreeSet;
 
 /// Modules that a finding names.
 const LISTED: usize = 3;
+/// Weights of a layer from which on the mean of its codes says something: it is off by 4 codes / sqrt(4096) at most, one time in three.
+const ENOUGH: usize = 4096;
 
 /// Signs in the codes of one layer; `name` is the tensor that holds them.
 pub(crate) fn codes(ckpt: &Checkpoint, name: &str, matrix: &QuantizedMatrix) -> Option<Fault> {
@@ -29,9 +31,66 @@ pub(crate) fn floats(ckpt: &Checkpoint, name: &str, data: &[f32]) -> Option<Faul
     zero.then(|| Fault::new(Severity::Warning, ckpt.path(), name, "every weight is 0; expected other values"))
 }
 
+/// How many steps the weights of a layer with zero points of four bits or fewer lie beside 0 on the mean: of trained weights a small
+/// part of one. `None` of other codes, and of too few.
+pub(crate) fn shift(matrix: &QuantizedMatrix) -> Option<f64> {
+    let args = &matrix.args;
+    let told = args.mapping == Mapping::Asymmetric && args.qtype.float().is_none() && args.qtype.bits() <= 4;
+    if !told || matrix.codes.len() < ENOUGH {
+        return None;
+    }
+    let runs = args.runs(matrix.n, matrix.k);
+    let sum: i64 = runs
+        .map(|(scale, run)| {
+            let zero = i64::from(matrix.qparams(scale).zero) * run.len() as i64;
+            matrix.codes[run].iter().map(|&q| i64::from(q)).sum::<i64>() - zero
+        })
+        .sum();
+    Some(sum as f64 / matrix.codes.len() as f64)
+}
+
+/// Zero points that are off by one everywhere: the weights of nearly all layers (by the name of the tensor of codes, with their
+/// [`shift`]) lie a step to one side.
+pub(crate) fn shifted(ckpt: &Checkpoint, layers: &[(String, f64)]) -> Option<Fault> {
+    let off = |sign: f64| layers.iter().filter(|(_, s)| (0.6..1.4).contains(&(s * sign))).count();
+    let (count, way) = [(off(1.0), "above"), (off(-1.0), "below")].into_iter().max_by_key(|c| c.0)?;
+    if count == 0 || count * 10 < layers.len() * 9 {
+        return None;
+    }
+    let mean = layers.iter().map(|(_, s)| s.abs()).sum::<f64>() / layers.len() as f64;
+    let problem = format!(
+        "zero points look off by one: in {count} of {} layers weights lie {mean:.2} steps {way} 0 on the mean; expected less than half a step",
+        layers.len()
+    );
+    let hint = Some(
+        "checkpoint_format \"gptq\" stores zero points less one, \"gptq_v2\", AWQ and compressed-tensors as they are"
+            .to_owned(),
+    );
+    Some(Fault { hint, ..Fault::new(Severity::Warning, ckpt.path(), &layers[0].0, problem) })
+}
+
+/// A head beside an embedding that is to be the head: a copy says nothing, another matrix would be lost.
+fn tied_head(ckpt: &Checkpoint) -> Option<Fault> {
+    const HEAD: &str = "lm_head.weight";
+    let tied = matches!(ckpt.config(), ModelConfig::Llama(c) if c.tie_word_embeddings);
+    if !tied || ckpt.is_gguf() || ckpt.info(HEAD).is_none() {
+        return None;
+    }
+    let (head, embedding) = (ckpt.read_f32(HEAD).ok()?, ckpt.read_f32("model.embed_tokens.weight").ok()?);
+    let (severity, problem) = match head == embedding {
+        true => (Severity::Note, "not used: a copy of the embedding, which is the output matrix (tie_word_embeddings)"),
+        false => (
+            Severity::Error,
+            "not used: tie_word_embeddings is true; expected a copy of model.embed_tokens.weight, got another matrix",
+        ),
+    };
+    Some(Fault::new(severity, ckpt.path(), HEAD, problem))
+}
+
 /// Signs that show across tensors and files.
 pub(crate) fn model(ckpt: &Checkpoint) -> Vec<Fault> {
     let mut faults = global_scales(ckpt);
+    faults.extend(tied_head(ckpt));
     faults.extend(default_scales(ckpt));
     faults.extend(tokenizer(ckpt));
     faults.extend(name(ckpt));
@@ -75,13 +134,16 @@ fn global_scales(ckpt: &Checkpoint) -> Vec<Fault> {
     faults
 }
 
-/// Stored scales of inputs and of KV caches that are exactly 1: what tools write where nothing was calibrated.
+/// Stored scales of inputs and of KV caches that are exactly 1, or the least step of their dtype: what tools write where nothing was
+/// calibrated, or an expert saw no token.
 fn default_scales(ckpt: &Checkpoint) -> Option<Fault> {
     let mut names = Vec::new();
     for spec in ckpt.config().linears() {
-        let params = ckpt.input_grid(&spec.module).ok().flatten().and_then(|grid| grid.params);
-        if params.is_some_and(|p| p.scale == 1.0) {
-            names.push(format!("{}.input_scale", spec.module));
+        let Ok(Some((args, p))) = ckpt.activation(&spec.module) else { continue };
+        let unseen = !args.has_global_scale() && p.scale == args.scale_dtype.epsilon();
+        if p.scale == 1.0 || unseen {
+            let part = if args.has_global_scale() { "input_global_scale" } else { "input_scale" };
+            names.push(format!("{}.{part}", spec.module));
         }
     }
     for i in (0..).take_while(|_| ckpt.kv_cache().is_some()) {
@@ -91,7 +153,9 @@ fn default_scales(ckpt: &Checkpoint) -> Option<Fault> {
         }
     }
     let problem = format!(
-        "scales of 1, as tools store them where nothing was calibrated; expected scales of measured values: {}",
+        "{} scales of 1 or the least step, as tools store them where nothing was calibrated{}; expected scales of measured values: {}",
+        names.len(),
+        if names.iter().all(|n| n.contains(".experts.")) { " (experts that no token reached?)" } else { "" },
         some_of(&names)
     );
     names.first().map(|first| Fault::new(Severity::Warning, ckpt.path(), first, problem))

@@ -2,7 +2,7 @@
 //! the config (see `quantization.rs`), not the files.
 //!
 //! - `pack-quantized` (INT): `weight_packed` I32 `[n, words]`, `weight_scale`, `weight_zero_point` if asymmetric,
-//!   `weight_shape` I64. A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers
+//!   `weight_shape` I64; of groups in activation order (`"actorder": "group"`) also `weight_g_idx` I32 `[k]`, the group of each input. A convolution `[out, in, kh, kw]` is stored as the matrix `[out, in * kh * kw]` with all four numbers
 //!   in `weight_shape`; the Python package packs linear layers only.
 //! - `int-quantized` (INT behind activations that are quantized too): `weight` I8 `[n, k]`, a code in each byte,
 //!   `weight_scale`, `weight_zero_point` I8 of the shape of the scales if asymmetric.
@@ -15,8 +15,8 @@
 use crate::columns::{self, FolderFormat};
 use crate::{CheckpointError, Dtype, NamedTensor, TensorData};
 use dsq_quant::{
-    FloatType, Granularity, Mapping, MiniFloat, QuantArgs, QuantType, QuantizedMatrix, e8m0_decode, e8m0_encode,
-    pack_i32, pack_rows, packed_words, unpack_i32,
+    ColumnOrder, FloatType, Granularity, Mapping, MiniFloat, QuantArgs, QuantType, QuantizedMatrix, e8m0_decode,
+    e8m0_encode, pack_i32, pack_rows, packed_words, unpack_i32,
 };
 use std::path::Path;
 
@@ -80,13 +80,14 @@ pub(crate) struct Expected {
 }
 
 /// Every part of a module's name that a quantized weight may have on the disk, in any format.
-pub(crate) const WEIGHT_PARTS: [&str; 10] = [
+pub(crate) const WEIGHT_PARTS: [&str; 11] = [
     "weight",
     "weight_packed",
     "weight_scale",
     "weight_global_scale",
     "weight_zero_point",
     "weight_shape",
+    "weight_g_idx",
     "qweight",
     "qzeros",
     "scales",
@@ -140,24 +141,41 @@ pub(crate) fn expected_tensors(
     }
 }
 
-/// The tensors that store `matrix` of `module` in `format`, whose weight has `shape` (its first dimension `n`, the others `k`). None
-/// without a format.
+/// The name of the list of groups in a compressed-tensors folder.
+pub(crate) const G_IDX: &str = "weight_g_idx";
+
+/// The group of each input.
+fn group_of_inputs(order: &ColumnOrder, matrix: &QuantizedMatrix) -> Vec<i32> {
+    order.groups(matrix.group_len()).into_iter().map(|g| g as i32).collect()
+}
+
+/// The tensors that store `matrix` of `module` in `format`, whose weight has `shape` (its first dimension `n`, the others `k`). Its
+/// columns are the inputs in `order`, where there is one. None without a format.
 pub(crate) fn pack(
     module: &str,
     shape: &[usize],
     matrix: &QuantizedMatrix,
+    order: Option<&ColumnOrder>,
     format: Option<DiskFormat>,
 ) -> Vec<NamedTensor> {
+    // Files hold codes in the order of the inputs.
+    let placed = order.map(|o| QuantizedMatrix { codes: o.scatter(&matrix.codes), ..matrix.clone() });
+    let matrix = placed.as_ref().unwrap_or(matrix);
+    let groups = order.map(|o| group_of_inputs(o, matrix));
     let mut out: Vec<NamedTensor> = expected_tensors(format, &matrix.args, matrix.n, matrix.k, shape.len())
         .into_iter()
         .map(|e| NamedTensor {
             name: format!("{module}.{}", e.suffix),
             data: match format {
-                Some(DiskFormat::Columns(format)) => columns::stored(format, matrix, e),
+                Some(DiskFormat::Columns(format)) => columns::stored(format, matrix, groups.as_deref(), e),
                 _ => stored(matrix, shape, e),
             },
         })
         .collect();
+    if let (Some(DiskFormat::PackQuantized | DiskFormat::IntQuantized), Some(data)) = (format, groups) {
+        let data = TensorData::I32 { shape: vec![matrix.k], data };
+        out.push(NamedTensor { name: format!("{module}.{G_IDX}"), data });
+    }
     // Zero points last, as they always were.
     out.sort_by_key(|t| t.name.ends_with("weight_zero_point"));
     out
@@ -344,7 +362,7 @@ mod tests {
 
     /// Every stored tensor of `q` is byte for byte that of the case, and there is no other; and the way back gives `q`.
     fn assert_stored(file: &SafetensorsFile, name: &str, q: &QuantizedMatrix, also: usize) {
-        let ours = pack("m", &[q.n, q.k], q, DiskFormat::of(&q.args, None));
+        let ours = pack("m", &[q.n, q.k], q, None, DiskFormat::of(&q.args, None));
         let prefix = format!("{name}.");
         let theirs = file.names().filter(|t| t.strip_prefix(&prefix).is_some_and(|part| !part.contains('.'))).count();
         assert_eq!(ours.iter().filter(|t| t.name != "m.weight_shape").count() + also, theirs, "{name}");
@@ -436,7 +454,7 @@ mod tests {
         let row = |sign: f32| [1.0f32, 1.1, 1.2, 1.3].map(|x| x * sign);
         let w: Vec<f32> = (0..10).flat_map(|r| [row(if r % 3 == 0 { -1.0 } else { 1.0 }), row(1.0)].concat()).collect();
         let q = QuantizedMatrix::quantize(&w, 10, 8, args).unwrap();
-        let tensors = pack("m", &[10, 8], &q, DiskFormat::of(&q.args, None));
+        let tensors = pack("m", &[10, 8], &q, None, DiskFormat::of(&q.args, None));
         let zeros = tensors.iter().find(|t| t.name == "m.weight_zero_point").unwrap();
         let TensorData::I32 { shape, data } = &zeros.data else { panic!("packed") };
         assert_eq!(shape, &[2, 2]);

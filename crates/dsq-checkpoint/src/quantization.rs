@@ -27,8 +27,6 @@ pub struct QuantizationConfig {
     pub kv_cache: Option<QuantArgs>,
     /// How the folder stores codes.
     pub format: FolderFormat,
-    /// Whether a GPTQ folder may have groups in another order than its inputs (`desc_act`).
-    pub act_order: bool,
     /// Whether scales are called `weight_scale_inv`, as in the FP8 folders of DeepSeek (they are multiplied with all the same).
     pub scale_inv: bool,
 }
@@ -45,6 +43,8 @@ pub struct QuantizationGroup {
     pub weights: QuantArgs,
     /// Input activations, static or for each token.
     pub activations: Option<QuantArgs>,
+    /// Whether groups may lie in another order than the inputs (`desc_act` of GPTQ, `"actorder": "group"`).
+    pub act_order: bool,
 }
 
 /// A target or ignore entry.
@@ -139,7 +139,7 @@ impl QuantizationConfig {
         let kv_cache = f.get(kv_cache::KEY).map(|v| kv_cache::from_value(v, file)).transpose()?;
         f.refuse_the_rest(&["version", "global_compression_ratio", "run_compressed", "dequantize"])?;
         let format = FolderFormat::CompressedTensors;
-        Ok(Self { groups, ignore, ignore_texts, kv_cache, format, act_order: false, scale_inv: false })
+        Ok(Self { groups, ignore, ignore_texts, kv_cache, format, scale_inv: false })
     }
 
     /// Reads a `quantize_config.json`, which older tools write without a method.
@@ -154,25 +154,30 @@ impl QuantizationConfig {
         }
     }
 
-    /// The value of `quantization_config` for groups of explicitly named modules.
+    /// The value of `quantization_config` for groups of explicitly named modules: schemes of weights and inputs, and whether the
+    /// weights' groups are in activation order.
     ///
     /// # Errors
     /// Never for what this crate writes; a scheme that compressed-tensors cannot name is a usage error.
     pub(crate) fn to_value(
-        groups: &[(QuantArgs, Option<QuantArgs>, Vec<String>)],
+        groups: &[(QuantArgs, Option<QuantArgs>, bool, Vec<String>)],
         ignore: &[String],
         kv_cache: Option<&QuantArgs>,
     ) -> Value {
         let mut map = Map::new();
         let format_of = |w: &QuantArgs, a: &Option<QuantArgs>| DiskFormat::of(w, a.as_ref()).map(DiskFormat::name);
-        let mut format = groups.first().and_then(|(w, a, _)| format_of(w, a));
-        if groups.iter().any(|(w, a, _)| format_of(w, a) != format) {
+        let mut format = groups.first().and_then(|(w, a, ..)| format_of(w, a));
+        if groups.iter().any(|(w, a, ..)| format_of(w, a) != format) {
             format = Some(MIXED_PRECISION);
         }
-        for (i, (weights, activations, modules)) in groups.iter().enumerate() {
+        for (i, (weights, activations, act_order, modules)) in groups.iter().enumerate() {
+            let mut of_weights = args_value(weights);
+            if *act_order {
+                of_weights["actorder"] = json!("group");
+            }
             let group = json!({
                 "targets": modules,
-                "weights": args_value(weights),
+                "weights": of_weights,
                 "input_activations": activations.as_ref().map(args_value),
                 "output_activations": null,
                 "format": format_of(weights, activations),
@@ -214,17 +219,10 @@ fn fp8_blocks(f: &Fields) -> Result<QuantizationConfig, CheckpointError> {
         target_texts,
         weights: QuantArgs::fp8(Granularity::PerBlock(128, 128), FloatType::F32),
         activations: None,
+        act_order: false,
     };
     let format = FolderFormat::CompressedTensors;
-    Ok(QuantizationConfig {
-        groups: vec![group],
-        ignore,
-        ignore_texts,
-        kv_cache: None,
-        format,
-        act_order: false,
-        scale_inv: true,
-    })
+    Ok(QuantizationConfig { groups: vec![group], ignore, ignore_texts, kv_cache: None, format, scale_inv: true })
 }
 
 impl QuantizationGroup {
@@ -234,7 +232,9 @@ impl QuantizationGroup {
         let target_texts = f.required("targets", f.strings("targets"))?;
         let targets = targets(&f, "targets", &target_texts)?;
         let weights = f.required("weights", Ok(f.get("weights")))?;
-        let weights = parse_args(&Fields::new(weights, file, &f.path("weights"))?, false)?;
+        let of_weights = Fields::new(weights, file, &f.path("weights"))?;
+        let act_order = of_weights.get("actorder").is_some_and(|v| *v == "group" || *v == "dynamic" || *v == true);
+        let weights = parse_args(&of_weights, false)?;
         let activations = match f.get("input_activations") {
             None => None,
             Some(v) => Some(parse_args(&Fields::new(v, file, &f.path("input_activations"))?, true)?),
@@ -251,7 +251,7 @@ impl QuantizationGroup {
             return Err(f.error("output_activations", format!("not supported; expected null, got {}", show(v))));
         }
         f.refuse_the_rest(&[])?;
-        Ok(Self { name: name.into(), target_texts, targets, weights, activations })
+        Ok(Self { name: name.into(), target_texts, targets, weights, activations, act_order })
     }
 }
 
@@ -339,8 +339,16 @@ pub(crate) fn parse_args(f: &Fields, activation: bool) -> Result<QuantArgs, Chec
     match f.get("actorder") {
         None | Some(Value::Bool(false)) => {}
         Some(Value::String(s)) if s == "weight" || s == "static" => {}
+        // Only codes of integers in groups have an order of their own.
+        Some(v) if !activation && (*v == "group" || *v == "dynamic" || *v == true) => {
+            if qtype.float().is_some() || !matches!(granularity, Granularity::PerGroup(_)) {
+                let expected = "expected no such order but of integers in groups (strategy \"group\")";
+                return Err(f.error("actorder", format!("{expected}, got {} for strategy {strategy:?}", show(v))));
+            }
+        }
         Some(v) => {
-            return Err(f.error("actorder", format!("expected null, \"weight\" or \"static\", got {}", show(v))));
+            let known = "null, \"weight\", \"static\", \"group\" or \"dynamic\"";
+            return Err(f.error("actorder", format!("expected {known}, got {}", show(v))));
         }
     }
     // Where the scales came from; another observer than dsq's own changes nothing that is read here.

@@ -56,6 +56,13 @@ pub struct SafetensorsFile {
     data_start: u64,
 }
 
+/// Indices of entries, sorted by name.
+fn sorted(entries: &[Entry]) -> Vec<u32> {
+    let mut by_name: Vec<u32> = (0..entries.len() as u32).collect();
+    by_name.sort_by(|&a, &b| entries[a as usize].name.cmp(&entries[b as usize].name));
+    by_name
+}
+
 impl SafetensorsFile {
     /// Opens a file and checks its whole header; reads no tensor.
     ///
@@ -98,8 +105,7 @@ impl SafetensorsFile {
         drop(text);
         entries.sort_by_key(|e| (e.begin, e.end));
         check_layout(&entries, path, len - 8 - header_len, len)?;
-        let mut by_name: Vec<u32> = (0..entries.len() as u32).collect();
-        by_name.sort_by(|&a, &b| entries[a as usize].name.cmp(&entries[b as usize].name));
+        let by_name = sorted(&entries);
         if let Some(pair) = by_name.windows(2).find(|p| entries[p[0] as usize].name == entries[p[1] as usize].name) {
             return Err(invalid(
                 &entries[pair[0] as usize].name,
@@ -107,6 +113,47 @@ impl SafetensorsFile {
             ));
         }
         Ok(Self { path: path.to_path_buf(), file, entries, by_name, data_start: 8 + header_len })
+    }
+
+    /// Takes tensors apart into others that lie in their bytes one after the other: `parts` gives names and shapes of those of an entry,
+    /// or `None` for one that stays. The number of tensors that were taken apart.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for parts that are not all of the bytes, and for a name that is there already.
+    pub(crate) fn split(
+        &mut self,
+        parts: impl Fn(&Entry) -> Option<Vec<(String, Vec<usize>)>>,
+    ) -> Result<usize, CheckpointError> {
+        let invalid = |name: &str, problem: String| CheckpointError::invalid(&self.path, name, problem);
+        let (mut entries, mut count) = (Vec::with_capacity(self.entries.len()), 0);
+        for entry in &self.entries {
+            let Some(parts) = parts(entry) else {
+                entries.push(entry.clone());
+                continue;
+            };
+            count += 1;
+            let mut begin = entry.begin;
+            for (name, shape) in parts {
+                let end = begin + (shape.iter().product::<usize>() * entry.dtype.size()) as u64;
+                entries.push(Entry { name, dtype: entry.dtype, shape, begin, end });
+                begin = end;
+            }
+            if begin != entry.end {
+                let problem =
+                    format!("expected {} bytes for all experts, got {}", begin - entry.begin, entry.end - entry.begin);
+                return Err(invalid(&entry.name, problem));
+            }
+        }
+        if count > 0 {
+            let by_name = sorted(&entries);
+            if let Some(pair) = by_name.windows(2).find(|p| entries[p[0] as usize].name == entries[p[1] as usize].name)
+            {
+                let problem = "experts are stacked in one tensor and stored one by one; expected one of them, got both";
+                return Err(invalid(&entries[pair[0] as usize].name, problem.into()));
+            }
+            (self.entries, self.by_name) = (entries, by_name);
+        }
+        Ok(count)
     }
 
     /// The names of the tensors, in the order of the data.

@@ -119,8 +119,8 @@ fn f039_defaults_are_those_of_each_type_in_transformers() {
 #[test]
 fn f041_biases_and_architectures_that_are_not_honoured_are_named() {
     for (name, key) in [
-        ("qwen3_tiny", "attention_bias"),
         ("mistral_tiny", "attention_bias"),
+        ("qwen3_tiny", "mlp_bias"),
         ("qwen2_tiny", "attention_bias"),
         ("qwen2_tiny", "mlp_bias"),
         ("qwen2_tiny", "use_mrope"),
@@ -201,7 +201,6 @@ fn f049_keys_of_experts_and_latents_are_honoured_or_refused_by_name() {
         (v2, "topk_group", Value::Null, ["topk_group", "null"]),
         (v2, "n_group", json!(3), ["n_group", "a divisor of the 8 experts"]),
         (v2, "topk_group", json!(1), ["topk_group", "num_experts_per_tok = 3, got 1"]),
-        (v2, "norm_topk_prob", json!(true), ["norm_topk_prob", "disagree"]),
         (v2, "num_key_value_heads", json!(2), ["num_key_value_heads", "expected 4, got 2"]),
         (v2, "attention_bias", json!(true), ["attention_bias", "true"]),
         (v2, "rope_interleave", json!(true), ["rope_interleave", "does not know this key"]),
@@ -218,6 +217,10 @@ fn f049_keys_of_experts_and_latents_are_honoured_or_refused_by_name() {
         let e = set(name, key, value.clone()).expect_err(&format!("{name} {key} {value}"));
         assert!(words.iter().all(|w| e.contains(w)), "{name} {key}: {e}");
     }
+    // Of V2 transformers reads this key and does nothing with it: so here, with a warning.
+    let normed = with_warnings(v2, "norm_topk_prob", json!(true));
+    assert_eq!(normed.0, read(&value(v2)).unwrap());
+    assert!(normed.1.iter().any(|w| w.starts_with("norm_topk_prob: not used")), "{:?}", normed.1);
     // What training or placement alone asks for says nothing here.
     for key in ["aux_loss_alpha", "router_aux_loss_coef", "ep_size", "seq_aux"] {
         assert_eq!(set(v2, key, json!(1)).unwrap(), read(&value(v2)).unwrap(), "{key}");
@@ -240,4 +243,121 @@ fn f049_keys_of_experts_and_latents_are_honoured_or_refused_by_name() {
     let c = without(mixtral, &["rope_theta", "num_local_experts", "num_experts_per_tok", "rms_norm_eps"]);
     assert_eq!((c.rope_theta, c.rms_norm_eps), (1e6, 1e-5));
     assert_eq!(c.experts.map(|e| (e.count, e.routing.per_token)), Some((8, 2)));
+}
+
+/// The config with one key changed, in a folder, and what is worth a warning in it.
+fn with_warnings(name: &str, key: &str, value: Value) -> (LlamaConfig, Vec<String>) {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(golden(name).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let mut config = self::value(name);
+    config[key] = value;
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let ckpt = Checkpoint::open(dir.path()).unwrap();
+    let ModelConfig::Llama(c) = ckpt.config() else { panic!("{name}") };
+    let warnings = ckpt.faults().into_iter().filter(|f| f.severity == dsq_checkpoint::Severity::Warning);
+    (c.clone(), warnings.map(|f| format!("{}: {}", f.field, f.problem)).collect())
+}
+
+#[test]
+fn biases_of_llama_and_qwen3_are_read_and_written() {
+    for (name, mlp) in [("llama_bias_tiny", true), ("qwen3_bias_tiny", false)] {
+        let ckpt = Checkpoint::open(&golden(name)).unwrap();
+        let ModelConfig::Llama(c) = ckpt.config() else { panic!("{name}") };
+        assert_eq!((c.biases.attention, c.biases.mlp), (true, mlp));
+        assert!(c.has_bias("model.layers.1.self_attn.o_proj") && !c.has_bias("lm_head"));
+        assert_eq!(c.has_bias("model.layers.1.mlp.down_proj"), mlp);
+        let json = ckpt.config().to_json();
+        assert_eq!(ModelConfig::from_json(&json.to_string(), Path::new("x")).unwrap(), *ckpt.config(), "{json}");
+        // A key that says there are none, beside tensors that would be ignored.
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(golden(name).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let mut config = value(name);
+        config["attention_bias"] = json!(false);
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let e = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(e.contains("q_proj.bias") && e.contains("has no bias here"), "{e}");
+    }
+}
+
+/// transformers' own modules of a model with experts (`save_original_format=False`): the experts of a layer in two tensors.
+#[test]
+fn stacked_experts_are_read_one_by_one() {
+    use dsq_checkpoint::{NamedTensor, TensorData, write_safetensors};
+    for name in ["mixtral_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        let plain = Checkpoint::open(&golden(name)).unwrap();
+        let ModelConfig::Llama(c) = plain.config() else { panic!("{name}") };
+        let stacked = |change: &dyn Fn(&mut Vec<NamedTensor>)| {
+            let mut tensors: Vec<NamedTensor> = Vec::new();
+            for tensor in plain.names() {
+                let (dtype, bytes) = plain.read_stored(&tensor).unwrap();
+                let mut shape = plain.info(&tensor).unwrap().shape;
+                let (of, part) = match tensor.split_once(".experts.") {
+                    Some((of, part)) => (of.replace("block_sparse_moe", "mlp"), part),
+                    None => {
+                        let name = tensor.replace("block_sparse_moe", "mlp");
+                        tensors.push(NamedTensor { name, data: TensorData::Raw { shape, bytes, dtype } });
+                        continue;
+                    }
+                };
+                let part = part.split('.').nth(1).unwrap();
+                let down = ["down_proj", "w2"].contains(&part);
+                let name = format!("{of}.experts.{}", if down { "down_proj" } else { "gate_up_proj" });
+                // Made whole below.
+                if !down {
+                    shape[0] *= 2;
+                }
+                let e = c.experts.unwrap().count;
+                shape.insert(0, e);
+                if !tensors.iter().any(|t| t.name == name) {
+                    let layer: usize = tensor.split('.').nth(2).unwrap().parse().unwrap();
+                    let all = (0..e).flat_map(|e| {
+                        let [gate, up, down_name] = c.expert_names(e);
+                        let of = if down { vec![down_name] } else { vec![gate, up] };
+                        of.into_iter().map(move |n| format!("model.layers.{layer}.{n}.weight"))
+                    });
+                    let bytes = all.flat_map(|n| plain.read_stored(&n).unwrap().1).collect();
+                    tensors.push(NamedTensor { name, data: TensorData::Raw { shape, bytes, dtype } });
+                }
+            }
+            change(&mut tensors);
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::copy(golden(name).join("config.json"), dir.path().join("config.json")).unwrap();
+            write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
+            (Checkpoint::open(dir.path()), dir)
+        };
+        let (read, _dir) = stacked(&|_| {});
+        let read = read.unwrap();
+        for tensor in plain.names() {
+            assert_eq!(read.info(&tensor), plain.info(&tensor), "{name} {tensor}");
+            assert_eq!(read.read_stored(&tensor).unwrap(), plain.read_stored(&tensor).unwrap(), "{name} {tensor}");
+        }
+        assert_eq!(read.names().len(), plain.names().len());
+        let noted: Vec<_> = read.faults().into_iter().filter(|f| f.field == "experts").collect();
+        assert!(noted.len() == 1 && noted[0].problem.contains("stacked"), "{noted:?}");
+        // Another layout of the same name is refused by that name.
+        let refused = |change: &dyn Fn(&mut Vec<NamedTensor>), words: &[&str]| {
+            let e = stacked(change).0.unwrap_err().to_string();
+            assert!(words.iter().all(|w| e.contains(w)) && e.len() < 400, "{e}");
+        };
+        refused(
+            &|all| {
+                let t = all.iter_mut().find(|t| t.name.ends_with("gate_up_proj")).unwrap();
+                if let TensorData::Raw { shape, .. } = &mut t.data {
+                    shape.swap(1, 2);
+                }
+            },
+            &["experts.gate_up_proj", "stacked experts; expected floats of shape"],
+        );
+        refused(
+            &|all| {
+                let layer = all.iter().find(|t| t.name.ends_with("gate_up_proj")).unwrap().name.clone();
+                let layer: usize = layer.split('.').nth(2).unwrap().parse().unwrap();
+                let one = format!("model.layers.{layer}.{}.weight", c.expert_names(0)[0]);
+                let (dtype, bytes) = plain.read_stored(&one).unwrap();
+                let shape = plain.info(&one).unwrap().shape;
+                all.push(NamedTensor { name: one, data: TensorData::Raw { shape, bytes, dtype } });
+            },
+            &["stacked in one tensor and stored one by one"],
+        );
+    }
 }

@@ -215,22 +215,25 @@ fn peers_words_are_read_and_written() {
         };
         let want: Vec<f32> = (0..n * k).map(value).collect();
         let read = ckpt.linear(MODULE).unwrap();
-        assert_eq!(matches!(read, LinearWeight::Float { .. }), case["order"] == true, "{name}");
         assert!(read.clone().into_f32() == want, "{name}");
-        if case["order"] == true {
-            let notes: Vec<_> = ckpt.faults().into_iter().filter(|f| f.severity == Severity::Note).collect();
-            assert!(notes.iter().any(|f| f.problem.contains("activation order")), "{notes:?}");
-            continue;
-        }
-        let LinearWeight::Quantized(matrix) = read else { panic!("codes") };
-        assert_eq!(matrix.codes, codes, "{name}");
+        let (matrix, order) = match read {
+            LinearWeight::Quantized(matrix) => (matrix, None),
+            LinearWeight::Ordered { matrix, order } => (matrix, Some(order)),
+            LinearWeight::Float { .. } => panic!("codes"),
+        };
+        assert_eq!(order.is_some(), case["order"] == true, "{name}");
+        let by_input = order.as_ref().map_or_else(|| matrix.codes.clone(), |o| o.scatter(&matrix.codes));
+        assert_eq!(by_input, codes, "{name}");
+        let noted =
+            ckpt.faults().iter().any(|f| f.severity == Severity::Note && f.problem.contains("activation order"));
+        assert_eq!(noted, order.is_some(), "{name}");
         // Written: the same words.
         let mut layers = layers(others);
         for layer in &mut layers {
-            if let ExportTensor::Linear { module, matrix: m, .. } = layer
+            if let ExportTensor::Linear { module, matrix: m, order: o, .. } = layer
                 && module == MODULE
             {
-                *m = matrix.clone();
+                (*m, *o) = (matrix.clone(), order.clone());
             }
         }
         let again = folder.dir.with_file_name("again");
@@ -418,7 +421,14 @@ fn what_the_formats_do_not_hold_is_refused_by_name() {
     let int4 = QuantArgs::int4(group, FloatType::F16);
     let linear = |n: usize, k: usize, module: &str, args| {
         let matrix = QuantizedMatrix::quantize(&vec![0.5; n * k], n, k, args).unwrap();
-        ExportTensor::Linear { module: module.into(), shape: vec![n, k], matrix, activation: None, source: None }
+        ExportTensor::Linear {
+            module: module.into(),
+            shape: vec![n, k],
+            matrix,
+            activation: None,
+            source: None,
+            order: None,
+        }
     };
     refuse(FolderFormat::GptqV1, &mut vec![linear(40, 64, "a", int4)], &["a: ", "multiples of 32, got 40 and 64"]);
     refuse(FolderFormat::Awq, &mut vec![linear(36, 64, "a", int4)], &["multiples of 8, got 36 and 64"]);

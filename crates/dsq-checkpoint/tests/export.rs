@@ -223,6 +223,7 @@ fn c019_per_channel_with_bias_survives_a_save() {
             matrix,
             activation: Some((activations, p)),
             source: None,
+            order: None,
         });
     }
     export_folder(&out, &config, layers, Some(&q), vec![], false).unwrap();

@@ -162,7 +162,14 @@ fn what_has_no_format_is_refused() {
     let conv = spec.linears().into_iter().find(|s| s.shape.len() == 4).unwrap();
     let fp8 = QuantArgs::fp8(Granularity::PerChannel, FloatType::F32);
     let matrix = QuantizedMatrix::quantize(&values(conv.n() * conv.k(), 1), conv.n(), conv.k(), fp8).unwrap();
-    let layer = ExportTensor::Linear { module: conv.module, shape: conv.shape, matrix, activation: None, source: None };
+    let layer = ExportTensor::Linear {
+        module: conv.module,
+        shape: conv.shape,
+        matrix,
+        activation: None,
+        source: None,
+        order: None,
+    };
     let e = export_folder(&out, &spec, vec![layer], Some(&scheme(fp8)), vec![], false).unwrap_err();
     assert!(e.exit_code() == 2 && e.to_string().contains("linear layers only"), "{e}");
     // A hidden size that 16 divides and 32 does not.

@@ -72,7 +72,14 @@ fn a_folder_of_compressed_tensors_is_what_dsq_writes() {
                 Some(s) => {
                     let matrix = QuantizedMatrix::quantize(&data, shape[0], shape[1], s.weights).unwrap();
                     assert_eq!(theirs.linear(module).unwrap(), LinearWeight::Quantized(matrix.clone()), "{module}");
-                    ExportTensor::Linear { module: module.into(), shape, matrix, activation: None, source: None }
+                    ExportTensor::Linear {
+                        module: module.into(),
+                        shape,
+                        matrix,
+                        activation: None,
+                        source: None,
+                        order: None,
+                    }
                 }
                 None => ExportTensor::Float { name: tensor, shape, data, dtype: FloatType::F32 },
             });
@@ -91,5 +98,64 @@ fn a_folder_of_compressed_tensors_is_what_dsq_writes() {
             assert_eq!(ours.info(&tensor), theirs.info(&tensor), "{tensor}");
             assert_eq!(ours.read_stored(&tensor).unwrap(), theirs.read_stored(&tensor).unwrap(), "{tensor}");
         }
+    }
+}
+
+/// Folders that compressed-tensors 0.12 made with groups in activation order: the values that its own code unpacks, and written the same
+/// tensors, bit for bit.
+#[test]
+fn groups_in_activation_order_are_those_of_compressed_tensors() {
+    use sha2::{Digest, Sha256};
+    for name in ["ct_order_symmetric", "ct_order_asymmetric"] {
+        let theirs = Checkpoint::open(&golden(name)).unwrap();
+        let values: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(golden(name).join("values.json")).unwrap()).unwrap();
+        let noted: Vec<_> = theirs.faults();
+        assert!(
+            noted.len() == 1 && noted[0].problem.starts_with("14 layers have groups in activation order"),
+            "{noted:?}"
+        );
+        let mut layers = Vec::new();
+        let mut scheme = None;
+        for spec in theirs.config().linears() {
+            let LinearWeight::Ordered { matrix, order } = theirs.linear(&spec.module).unwrap() else {
+                panic!("an order")
+            };
+            scheme = Some(QuantScheme { weights: matrix.args, activations: None });
+            let bytes: Vec<u8> = order
+                .scatter(&matrix.dequantize())
+                .into_iter()
+                // A zero has no sign.
+                .flat_map(|v| (v + 0.0).to_le_bytes())
+                .collect();
+            let hash: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
+            assert_eq!(values[&spec.module], hash, "{name} {}", spec.module);
+            let (module, shape, order) = (spec.module, spec.shape, Some(order));
+            layers.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None, order });
+        }
+        for tensor in theirs.names().into_iter().filter(|n| !n.contains("_proj")) {
+            let (shape, data) = (theirs.info(&tensor).unwrap().shape, theirs.read_f32(&tensor).unwrap());
+            layers.push(ExportTensor::Float { name: tensor, shape, data, dtype: FloatType::F32 });
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let scheme = QuantConfig::new(scheme.unwrap(), &["lm_head".into()]).unwrap();
+        let export = |layers: Vec<ExportTensor>, name: &str| {
+            let out = dir.path().join(name);
+            export_folder(&out, theirs.config(), layers, Some(&scheme), vec![], false).unwrap();
+            Checkpoint::open(&out).unwrap()
+        };
+        let ours = export(layers.clone(), "m");
+        assert_eq!(ours.names().len(), theirs.names().len());
+        for tensor in theirs.names() {
+            assert_eq!(ours.read_stored(&tensor).unwrap(), theirs.read_stored(&tensor).unwrap(), "{tensor}");
+        }
+        // One layer whose columns come in order gets a list with the others, so that all have one scheme.
+        if let ExportTensor::Linear { order, .. } = &mut layers[3] {
+            *order = None;
+        }
+        let ours = export(layers, "one");
+        let module = "model.layers.0.self_attn.o_proj";
+        assert!(matches!(ours.linear(module).unwrap(), LinearWeight::Quantized(_)));
+        assert!(ours.info(&format!("{module}.weight_g_idx")).is_some());
     }
 }

@@ -3,8 +3,13 @@
 
 mod fixtures;
 
-use dsq_checkpoint::{Checkpoint, ExportTensor, Fault, ModelConfig, Severity, export_folder};
-use dsq_quant::{FloatType, Granularity, QuantArgs, QuantConfig, QuantType, QuantizedMatrix};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, Fault, ModelConfig, NamedTensor, SafetensorsFile, Severity, TensorData, export_folder,
+    write_safetensors,
+};
+use dsq_quant::{
+    FloatType, Granularity, Mapping, QParams, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix,
+};
 use fixtures::{llama, quantized_layers, scheme};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -166,4 +171,150 @@ fn absent_files_are_notes_of_their_own() {
     assert_eq!(with("base", vec![tokenizer.clone()]), ["chat_template"]);
     let template = ("chat_template.jinja".to_owned(), b"{{ messages }}".to_vec());
     assert!(with("chat", vec![tokenizer, template]).is_empty());
+}
+
+/// The tensors of a folder, to be changed and written back; the proof of the export, which would tell of it, goes.
+fn change(dir: &Path, change: impl FnOnce(&mut Vec<NamedTensor>)) {
+    let path = dir.join("model.safetensors");
+    let file = SafetensorsFile::open(&path).unwrap();
+    let mut all: Vec<NamedTensor> = file
+        .names()
+        .map(|name| {
+            let (dtype, bytes) = file.read_stored(name).unwrap();
+            let shape = file.info(name).unwrap().shape;
+            NamedTensor { name: name.into(), data: TensorData::Raw { shape, bytes, dtype } }
+        })
+        .collect();
+    change(&mut all);
+    write_safetensors(&path, &all).unwrap();
+    let _ = std::fs::remove_file(dir.join("dsq-proof.json"));
+}
+
+fn floats(all: &mut [NamedTensor], name: &str, data: Vec<f32>) {
+    let t = all.iter_mut().find(|t| t.name == name).unwrap();
+    t.data = TensorData::Float { shape: t.data.shape().to_vec(), data, dtype: FloatType::F32 };
+}
+
+#[test]
+fn scales_and_weights_that_are_no_numbers() {
+    let folder = Folder::new();
+    let v = "model.layers.1.self_attn.v_proj.weight_scale";
+    for (name, bad, words) in [("nan", f32::NAN, "NaN"), ("inf", f32::INFINITY, "inf"), ("zero", 0.0, "0")] {
+        let out = folder.export(name, &int4(), |_, _| {});
+        change(&out, |all| {
+            let mut data = vec![0.5; 64];
+            data[5] = bad;
+            floats(all, v, data);
+        });
+        let (field, problem) = only(&out, Severity::Error);
+        let module = v.trim_end_matches(".weight_scale");
+        assert!(field.starts_with(module) && problem.contains("scale") && problem.contains(words), "{field} {problem}");
+    }
+    let out = folder.export("norm", &int4(), |_, _| {});
+    change(&out, |all| floats(all, "model.norm.weight", [vec![1.0; 63], vec![f32::NAN]].concat()));
+    let (field, problem) = only(&out, Severity::Error);
+    assert!(field == "model.norm.weight" && problem.contains("1 non-finite"), "{field} {problem}");
+}
+
+#[test]
+fn a_head_beside_an_embedding_that_is_the_head() {
+    let folder = Folder::new();
+    let config = llama(true);
+    let out = folder.dir.path().join("tied");
+    for (severity, words) in [(Severity::Note, "a copy of the embedding"), (Severity::Error, "got another matrix")] {
+        let layers = fixtures::float_layers(&config, FloatType::F32);
+        export_folder(&out, &ModelConfig::Llama(config.clone()), layers, None, vec![], true).unwrap();
+        change(&out, |all| {
+            let mut head = all.iter().find(|t| t.name == "model.embed_tokens.weight").unwrap().clone();
+            head.name = "lm_head.weight".into();
+            if let (TensorData::Raw { bytes, .. }, Severity::Error) = (&mut head.data, severity) {
+                bytes[0] ^= 1;
+            }
+            all.push(head);
+        });
+        let (field, problem) = only(&out, severity);
+        assert!(field == "lm_head.weight" && problem.contains(words), "{field} {problem}");
+    }
+}
+
+/// AWQ and GPTQ words under the wrong convention: of asymmetric codes every weight moves by a step.
+#[test]
+fn c016_zero_points_that_are_off_by_one() {
+    let folder = Folder::new();
+    let asymmetric =
+        QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16) };
+    let q = scheme(asymmetric);
+    assert_eq!(faults(&folder.export("right", &q, |_, _| {})), []);
+    for (name, by, way) in [("more", 1, "below"), ("less", -1, "above")] {
+        let out = folder.export(name, &q, |_, m| m.zeros.iter_mut().for_each(|z| *z = (*z + by).clamp(-8, 7)));
+        let (field, problem) = only(&out, Severity::Warning);
+        assert!(field.starts_with("model.layers.0.") && field.ends_with("weight_packed"), "{field}");
+        assert!(problem.contains("off by one") && problem.contains(way), "{problem}");
+    }
+    // One layer alone is a layer with a mean.
+    let one = |module: &str, m: &mut QuantizedMatrix| {
+        if module.ends_with("0.mlp.up_proj") {
+            m.zeros.iter_mut().for_each(|z| *z = (*z + 1).min(7));
+        }
+    };
+    assert_eq!(faults(&folder.export("one", &q, one)), []);
+}
+
+/// Experts that no token reached in the calibration: their stored scales are those that tools begin with.
+#[test]
+fn experts_without_calibration() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/mixtral_tiny");
+    let ckpt = Checkpoint::open(&golden).unwrap();
+    let folder = Folder::new();
+    let (weights, inputs) = (
+        QuantArgs::fp8(Granularity::PerChannel, FloatType::F32),
+        QuantArgs::fp8(Granularity::PerTensor, FloatType::F32),
+    );
+    let q = QuantConfig::new(QuantScheme { weights, activations: Some(inputs) }, &["lm_head".to_owned()]).unwrap();
+    let out = |name: &str, scale: &dyn Fn(&str) -> f32| {
+        let layers: Vec<ExportTensor> = ckpt
+            .names()
+            .into_iter()
+            .map(|name| {
+                let (shape, data) = (ckpt.info(&name).unwrap().shape, ckpt.read_f32(&name).unwrap());
+                let module = name.trim_end_matches(".weight").to_owned();
+                let linear = ckpt.config().linears().iter().any(|l| l.module == module);
+                if !linear || module == "lm_head" {
+                    return ExportTensor::Float { name, shape, data, dtype: FloatType::F32 };
+                }
+                let matrix = QuantizedMatrix::quantize(&data, shape[0], shape[1], weights).unwrap();
+                let activation = Some((inputs, QParams { scale: scale(&module), zero: 0 }));
+                ExportTensor::Linear { module, shape, matrix, activation, source: None, order: None }
+            })
+            .collect();
+        let out = folder.dir.path().join(name);
+        export_folder(&out, ckpt.config(), layers, Some(&q), vec![], true).unwrap();
+        out
+    };
+    assert_eq!(faults(&out("measured", &|_| 0.01)), []);
+    for (name, never) in [("ones", 1.0), ("least", FloatType::F32.epsilon())] {
+        let path = out(name, &|module: &str| {
+            if module.contains("layers.1.block_sparse_moe.experts.4.") { never } else { 0.01 }
+        });
+        let (field, problem) = only(&path, Severity::Warning);
+        assert_eq!(field, "model.layers.1.block_sparse_moe.experts.4.w1.input_scale");
+        assert!(problem.contains("experts that no token reached") && problem.starts_with("3 scales"), "{problem}");
+    }
+}
+
+/// No alarm without a fire: every golden folder of another tool's.
+#[test]
+fn good_folders_have_no_faults() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+    let mut count = 0;
+    for entry in std::fs::read_dir(golden).unwrap() {
+        let path = entry.unwrap().path();
+        if !path.join("config.json").exists() || !path.join("model.safetensors").exists() {
+            continue;
+        }
+        count += 1;
+        let found: Vec<Fault> = faults(&path).into_iter().filter(|f| f.severity > Severity::Note).collect();
+        assert_eq!(found, [], "{}", path.display());
+    }
+    assert!(count >= 16, "{count}");
 }

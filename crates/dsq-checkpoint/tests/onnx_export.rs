@@ -192,6 +192,7 @@ fn every_weight_is_in_the_file_by_the_operators_own_definition() {
                 for spec in ckpt.config().linears() {
                     match ckpt.linear(&spec.module).unwrap() {
                         LinearWeight::Quantized(m) => assert_eq!(operator_values(&w, &spec.module), m.dequantize()),
+                        LinearWeight::Ordered { .. } => panic!("columns as they come"),
                         LinearWeight::Float { data, .. } => {
                             assert_eq!(floats(&w.tensors[&format!("{}.weight", spec.module)].data), data);
                         }
@@ -394,7 +395,14 @@ fn an_image_model_keeps_its_codes_and_its_grids() {
         }
         let matrix = dsq_quant::QuantizedMatrix::quantize(&data, spec.n(), spec.k(), weights).unwrap();
         let activation = Some((inputs, QParams { scale: 0.01 + i as f32 * 0.001, zero: -100 + i as i32 }));
-        layers.push(ExportTensor::Linear { module: spec.module, shape: spec.shape, matrix, activation, source: None });
+        layers.push(ExportTensor::Linear {
+            module: spec.module,
+            shape: spec.shape,
+            matrix,
+            activation,
+            source: None,
+            order: None,
+        });
     }
     export_folder(&model, &config, layers, Some(&q), vec![], false).unwrap();
     let proof = export(&model, &out, options()).unwrap();

@@ -71,13 +71,15 @@ fn config() -> LlamaConfig {
 }
 
 /// The golden models.
-const ALL: [&str; 10] = [
+const ALL: [&str; 12] = [
     "llama_tiny",
     "llama_tiny_untied",
     "llama_tiny_llama3rope",
     "qwen2_tiny",
     "qwen3_tiny",
     "mistral_tiny",
+    "llama_bias_tiny",
+    "qwen3_bias_tiny",
     "mixtral_tiny",
     "deepseek_v2_lite_tiny",
     "deepseek_v2_tiny",
@@ -153,9 +155,13 @@ fn gradients_of_every_architecture_are_those_of_torch() {
         assert!((host(loss)[0] - first).abs() < 1e-5 * first, "{folder}");
         let names: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_prefix("grad.")).collect();
         let named = |part: &str| names.iter().any(|n| n.contains(part));
-        assert_eq!(named("mlp.gate.weight"), ALL[6..].contains(&folder));
-        assert_eq!(named("kv_b_proj.weight"), ALL[7..].contains(&folder));
-        assert_eq!((named("q_proj.bias"), named("k_norm.weight")), (folder == "qwen2_tiny", folder == "qwen3_tiny"));
+        assert_eq!(named("mlp.gate.weight"), ALL[8..].contains(&folder));
+        assert_eq!(named("kv_b_proj.weight"), ALL[9..].contains(&folder));
+        assert_eq!(named("q_proj.bias"), folder == "qwen2_tiny" || folder.contains("bias"));
+        assert_eq!(
+            (named("o_proj.bias"), named("k_norm.weight")),
+            (folder.contains("bias"), folder.starts_with("qwen3"))
+        );
         for name in names {
             let want: Vec<f32> = numbers(&format!("grad.{name}")).into_iter().map(f32::from_le_bytes).collect();
             let error = worst(&got[name], &want);

@@ -19,6 +19,7 @@ mod learned;
 mod matrix;
 mod minifloat;
 mod observer;
+mod order;
 mod pack;
 mod percentile;
 #[cfg(test)]
@@ -35,6 +36,7 @@ pub use kv_cache::KvGrid;
 pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
 pub use minifloat::{MiniFloat, e8m0_decode, e8m0_encode};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
+pub use order::ColumnOrder;
 pub use pack::{pack_i32, pack_rows, packed_words, unpack_i32};
 pub use percentile::Percentile;
 pub use weight_observer::WeightObserver;

@@ -6,7 +6,7 @@
 
 use crate::RuntimeError;
 use crate::cache::Scratch;
-use crate::llama::{Part, quantize_rows};
+use crate::llama::{Part, add_bias, quantize_rows};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
 use dsq_kernels::attention::{LayerCache, attend};
@@ -20,6 +20,7 @@ pub(crate) struct Attention {
     kind: Kind,
     o: Linear,
     o_input: Option<InputGrid>,
+    o_bias: Option<Vec<f32>>,
     /// The grids on which the cache holds keys and values; `None`: as f32.
     pub(crate) kv: Option<KvGrid>,
     /// Positions that a token sees; `None`: all before it.
@@ -87,7 +88,8 @@ impl Attention {
             Some(shape) => Kind::Latent(Box::new(Latent::load(&part, shape)?)),
         };
         let (o, o_input) = (part.linear(&name("o_proj"))?, part.input(&[&name("o_proj")])?);
-        Ok(Self { kind, o, o_input, kv: model.kv_grid(i)?, window: config.window(i) })
+        let o_bias = part.bias(config, &name("o_proj"))?;
+        Ok(Self { kind, o, o_input, o_bias, kv: model.kv_grid(i)?, window: config.window(i) })
     }
 
     /// What attention adds to the residual stream, in the place of its normed rows `scratch.normed [m, d]`; keys and values go into
@@ -121,6 +123,7 @@ impl Attention {
         attend(cache, q, c.num_attention_heads, past, mixed);
         quantize_rows(mixed, o_width, &self.o_input);
         self.o.matmul(mixed, m, normed);
+        add_bias(normed, &self.o_bias);
         Ok(())
     }
 
@@ -142,23 +145,22 @@ impl Attention {
 
     /// Values of norms and biases.
     pub(crate) fn floats(&self) -> usize {
-        match &self.kind {
-            Kind::Grouped(a) => {
-                let biases: usize = a.bias.iter().flatten().map(Vec::len).sum();
-                biases + a.head_norms.iter().flatten().map(Vec::len).sum::<usize>()
+        let o_bias = self.o_bias.as_ref().map_or(0, Vec::len);
+        o_bias
+            + match &self.kind {
+                Kind::Grouped(a) => {
+                    let biases: usize = a.bias.iter().flatten().map(Vec::len).sum();
+                    biases + a.head_norms.iter().flatten().map(Vec::len).sum::<usize>()
+                }
+                Kind::Latent(a) => a.kv_norm.len() + a.q_b.as_ref().map_or(0, |(norm, ..)| norm.len()),
             }
-            Kind::Latent(a) => a.kv_norm.len() + a.q_b.as_ref().map_or(0, |(norm, ..)| norm.len()),
-        }
     }
 }
 
 impl Grouped {
     fn load(part: &Part, config: &LlamaConfig) -> Result<Self, RuntimeError> {
         let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-        let bias = |name: &str| -> Result<Option<Vec<f32>>, RuntimeError> {
-            let wanted = config.has_bias(&part.name(name));
-            if wanted { part.floats(&format!("{name}.bias")).map(Some) } else { Ok(None) }
-        };
+        let bias = |name: &str| part.bias(config, name);
         let head_norm = |norm: &str| part.floats(&format!("self_attn.{norm}.weight"));
         let head_norms =
             if config.has_head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None };
@@ -186,9 +188,7 @@ impl Grouped {
         let [wq, wk, wv] = &self.qkv;
         matmul_many(&[wq, wk, wv], x, m, &mut [q, k, v]);
         for (bias, out) in self.bias.iter().zip([&mut *q, &mut *k, &mut *v]) {
-            if let Some(bias) = bias {
-                out.chunks_exact_mut(bias.len()).for_each(|row| crate::llama::add(row, bias));
-            }
+            add_bias(out, bias);
         }
         if let Some(norms) = &self.head_norms {
             for (norm, heads) in norms.iter().zip([&mut *q, &mut *k]) {

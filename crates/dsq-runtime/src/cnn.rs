@@ -123,6 +123,13 @@ impl CnnRuntime {
                 (LinearWeight::Float { n, data, .. }, None) => {
                     Kernel::Float { weight: data, scale: vec![1.0; n], codes: false, input: None }
                 }
+                (LinearWeight::Ordered { matrix, .. }, _) => {
+                    return Err(quant(QuantError::Setting {
+                        field: "granularity",
+                        expected: "per channel or per tensor for a convolution".into(),
+                        got: format!("{:?} in activation order", matrix.args.granularity),
+                    }));
+                }
                 (LinearWeight::Float { .. }, Some(_)) => {
                     return Err(quant(QuantError::Setting {
                         field: "activations",

@@ -5,7 +5,7 @@
 //! added in increasing order, whatever tokens they share a product with.
 
 use crate::RuntimeError;
-use crate::llama::{Part, add, linear, quantize_rows};
+use crate::llama::{Part, add, add_bias, linear, quantize_rows};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
 use dsq_kernels::elementwise::silu_mul;
 use dsq_kernels::{Linear, matmul_many};
@@ -25,6 +25,8 @@ pub(crate) struct Block {
     down: Linear,
     /// How the input of gate and up, and that of down, are quantized.
     inputs: [Option<InputGrid>; 2],
+    /// Biases of gate, up and down.
+    bias: [Option<Vec<f32>>; 3],
 }
 
 /// Experts with their router.
@@ -46,10 +48,11 @@ pub(crate) struct Room<'a> {
 }
 
 impl Block {
-    fn load(part: &Part, names: [String; 3]) -> Result<Self, RuntimeError> {
+    fn load(part: &Part, config: &LlamaConfig, names: [String; 3]) -> Result<Self, RuntimeError> {
         let [gate, up, down] = names;
+        let bias = [part.bias(config, &gate)?, part.bias(config, &up)?, part.bias(config, &down)?];
         let inputs = [part.input(&[&gate, &up])?, part.input(&[&down])?];
-        Ok(Self { gate_up: [part.linear(&gate)?, part.linear(&up)?], down: part.linear(&down)?, inputs })
+        Ok(Self { gate_up: [part.linear(&gate)?, part.linear(&up)?], down: part.linear(&down)?, inputs, bias })
     }
 
     /// The outputs `out [m, d]` for `x [m, d]`, which is put on its grid in place.
@@ -59,10 +62,14 @@ impl Block {
         let width = m * wg.n();
         let (gate, up, ffn) = (&mut room.gate[..width], &mut room.up[..width], &mut room.ffn[..width]);
         quantize_rows(x, wg.k(), gate_up);
-        matmul_many(&[wg, wu], x, m, &mut [gate, up]);
+        let [gate_bias, up_bias, down_bias] = &self.bias;
+        matmul_many(&[wg, wu], x, m, &mut [&mut *gate, &mut *up]);
+        add_bias(gate, gate_bias);
+        add_bias(up, up_bias);
         silu_mul(gate, up, ffn);
         quantize_rows(ffn, wg.n(), down);
         self.down.matmul(ffn, m, out);
+        add_bias(out, down_bias);
     }
 
     fn linears(&self) -> [(&Linear, &Option<InputGrid>); 3] {
@@ -79,13 +86,13 @@ impl FeedForward {
     pub(crate) fn load(model: &Checkpoint, config: &LlamaConfig, i: usize) -> Result<Self, RuntimeError> {
         let part = Part { model, layer: i };
         let Some(shape) = config.experts_of(i) else {
-            return Ok(Self::Dense(Box::new(Block::load(&part, LlamaConfig::dense_names(false))?)));
+            return Ok(Self::Dense(Box::new(Block::load(&part, config, LlamaConfig::dense_names(false))?)));
         };
-        let experts = (0..shape.count).map(|e| Block::load(&part, config.expert_names(e)));
+        let experts = (0..shape.count).map(|e| Block::load(&part, config, config.expert_names(e)));
         let experts = experts.collect::<Result<Vec<_>, RuntimeError>>()?;
         let shared = match shape.shared {
             0 => None,
-            _ => Some(Block::load(&part, LlamaConfig::dense_names(true))?),
+            _ => Some(Block::load(&part, config, LlamaConfig::dense_names(true))?),
         };
         let mut tensors = config.router_tensors(i).into_iter().map(|(name, _)| format!("model.layers.{i}.{name}"));
         let gate = tensors.next().unwrap_or_default();
@@ -107,6 +114,15 @@ impl FeedForward {
         match self {
             Self::Dense(block) => block.linears().into(),
             Self::Experts(e) => e.experts.iter().chain(&e.shared).flat_map(Block::linears).collect(),
+        }
+    }
+
+    /// Values of biases.
+    pub(crate) fn bias_values(&self) -> usize {
+        match self {
+            Self::Dense(block) => block.bias.iter().flatten().map(Vec::len).sum(),
+            // Experts have none.
+            Self::Experts(_) => 0,
         }
     }
 

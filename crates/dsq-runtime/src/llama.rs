@@ -197,7 +197,8 @@ impl LlamaRuntime {
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
     pub fn resident_bytes(&self) -> usize {
-        let floats = |l: &Layer| l.input_norm.len() + l.post_norm.len() + l.attention.floats();
+        let floats =
+            |l: &Layer| l.input_norm.len() + l.post_norm.len() + l.attention.floats() + l.feed_forward.bias_values();
         let routers: usize = self.layers.iter().map(|l| l.feed_forward.router_bytes()).sum();
         let floats = self.layers.iter().map(floats).sum::<usize>() + self.final_norm.len();
         self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + routers + floats * size_of::<f32>()
@@ -318,6 +319,13 @@ pub(crate) fn add(to: &mut [f32], from: &[f32]) {
     }
 }
 
+/// Adds a bias to every row, if there is one.
+pub(crate) fn add_bias(rows: &mut [f32], bias: &Option<Vec<f32>>) {
+    if let Some(bias) = bias {
+        rows.chunks_exact_mut(bias.len()).for_each(|row| add(row, bias));
+    }
+}
+
 /// Puts the rows of `x [m, k]` on their grid, or each on its own. A row that has none (a value that is not finite) becomes NaN, as
 /// its logits would without.
 pub(crate) fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
@@ -352,6 +360,12 @@ impl Part<'_> {
         linear(self.model, &self.name(part))
     }
 
+    /// The bias of a linear layer, where the model has one.
+    pub(crate) fn bias(&self, config: &LlamaConfig, part: &str) -> Result<Option<Vec<f32>>, RuntimeError> {
+        let wanted = config.has_bias(&self.name(part));
+        if wanted { self.floats(&format!("{part}.bias")).map(Some) } else { Ok(None) }
+    }
+
     pub(crate) fn floats(&self, tensor: &str) -> Result<Vec<f32>, RuntimeError> {
         Ok(self.model.read_f32(&self.name(tensor))?)
     }
@@ -380,6 +394,7 @@ pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, Runtime
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
+        LinearWeight::Ordered { matrix, order } => Linear::ordered(&matrix, order).map_err(quant),
         LinearWeight::Float { n, k, data } => {
             let dtype = stored_float(model, module);
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)

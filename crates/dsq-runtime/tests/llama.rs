@@ -26,13 +26,15 @@ fn logits_of(name: &str, index: usize) -> Vec<f32> {
 }
 
 /// The golden models.
-const ALL: [&str; 10] = [
+const ALL: [&str; 12] = [
     "llama_tiny",
     "llama_tiny_untied",
     "llama_tiny_llama3rope",
     "qwen2_tiny",
     "qwen3_tiny",
     "mistral_tiny",
+    "llama_bias_tiny",
+    "qwen3_bias_tiny",
     "mixtral_tiny",
     "deepseek_v2_lite_tiny",
     "deepseek_v2_tiny",
@@ -244,7 +246,7 @@ fn export_pair(name: &str, args: QuantArgs) -> (tempfile::TempDir, LlamaRuntime,
         let LinearWeight::Float { n, k, data } = model.linear(&module).unwrap() else { panic!("a float model") };
         let matrix = QuantizedMatrix::quantize(&data, n, k, args).unwrap();
         float.push(keep(matrix.dequantize()));
-        packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None });
+        packed.push(ExportTensor::Linear { module, shape, matrix, activation: None, source: None, order: None });
     }
     let scheme =
         QuantConfig::new(QuantScheme { weights: args, activations: None }, &["lm_head".into(), "embed_tokens".into()])

@@ -29,7 +29,7 @@ pub use reference::matmul_reference;
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};
 use crate::{Isa, simd};
-use dsq_quant::{FloatType, QuantError, QuantType, QuantizedMatrix};
+use dsq_quant::{ColumnOrder, FloatType, QuantError, QuantType, QuantizedMatrix};
 use kernel::{Bf16, CHUNK, E4M3, E5M2, F16, F32, Fp4, Int4, Int8};
 use layout::{BLOCK, Panels, Storage};
 use std::ops::Range;
@@ -181,6 +181,15 @@ pub enum Linear {
     Fp4(Fp4Linear),
     /// Float values.
     Float(FloatLinear),
+    /// Codes whose groups are no runs of inputs: each row of the input is gathered first.
+    Ordered(Box<OrderedLinear>),
+}
+
+/// A layer whose columns are inputs in another order.
+#[derive(Debug, Clone)]
+pub struct OrderedLinear {
+    linear: Linear,
+    order: ColumnOrder,
 }
 
 impl Linear {
@@ -197,6 +206,25 @@ impl Linear {
         }
     }
 
+    /// [`Linear::new`] of a matrix whose column `j` is input `order.inputs()[j]`. An input costs one copy of its row.
+    ///
+    /// # Errors
+    /// The matrix is not valid, or the order is that of another number of columns.
+    pub fn ordered(q: &QuantizedMatrix, order: ColumnOrder) -> Result<Self, QuantError> {
+        if order.k() != q.k {
+            return Err(QuantError::Length { what: "column order", expected: q.k, got: order.k() });
+        }
+        Ok(Linear::Ordered(Box::new(OrderedLinear { linear: Self::new(q)?, order })))
+    }
+
+    /// The order of the columns, where it is not that of the inputs.
+    fn order(&self) -> Option<&ColumnOrder> {
+        match self {
+            Linear::Ordered(l) => Some(&l.order),
+            _ => None,
+        }
+    }
+
     fn parts(&self) -> (&Panels, Isa) {
         match self {
             Linear::Int4(l) => (&l.panels, l.isa),
@@ -204,6 +232,7 @@ impl Linear {
             Linear::Fp8(l) => (&l.panels, l.isa),
             Linear::Fp4(l) => (&l.panels, l.isa),
             Linear::Float(l) => (&l.panels, l.isa),
+            Linear::Ordered(l) => l.linear.parts(),
         }
     }
 
@@ -219,13 +248,14 @@ impl Linear {
 
     /// Bytes held in memory.
     pub fn bytes(&self) -> usize {
-        self.parts().0.bytes()
+        self.parts().0.bytes() + self.order().map_or(0, |o| size_of_val(o.inputs()))
     }
 
     /// The path that this layer runs on, and why.
     pub fn describe(&self) -> String {
         let (panels, isa) = self.parts();
-        format!("{} {}", describe(panels), isa.describe())
+        let gathered = if self.order().is_some() { "; inputs gathered, groups in activation order" } else { "" };
+        format!("{} {}{gathered}", describe(panels), isa.describe())
     }
 
     /// Writes the values of one row of the weight (an embedding look-up).
@@ -235,6 +265,10 @@ impl Linear {
     pub fn row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.n(), "row {row} of {}", self.n());
         self.parts().0.row(row, out);
+        if let Some(order) = self.order() {
+            let inputs = order.scatter(&out[..self.k()]);
+            out[..self.k()].copy_from_slice(&inputs);
+        }
     }
 
     /// `out [m, n] = x [m, k] * W^T`; see [`Int4Linear::matmul`].
@@ -242,18 +276,29 @@ impl Linear {
     /// # Panics
     /// As [`Int4Linear::matmul`].
     pub fn matmul(&self, x: &[f32], m: usize, out: &mut [f32]) {
-        matmul(&[self.parts()], x, m, &mut [out]);
+        matmul_many(&[self], x, m, &mut [out]);
     }
 }
 
-/// Several layers of the same input in one parallel region: `outs[i] [m, n_i] = x [m, k] * W_i^T`. The same bits as one
-/// by one.
+/// Several layers of the same input in one parallel region (in one for each order of columns): `outs[i] [m, n_i] = x [m, k] * W_i^T`.
+/// The same bits as one by one.
 ///
 /// # Panics
 /// When the number of outputs, a `k`, or a length does not fit (the caller's bug).
 pub fn matmul_many(layers: &[&Linear], x: &[f32], m: usize, outs: &mut [&mut [f32]]) {
-    let parts: Vec<_> = layers.iter().map(|l| l.parts()).collect();
-    matmul(&parts, x, m, outs);
+    assert_eq!(layers.len(), outs.len(), "one output for each layer");
+    let mut at = 0;
+    while let Some(first) = layers.get(at) {
+        // Layers that were ordered by the same inputs, as q, k and v are, share what is gathered.
+        let here = layers[at..].iter().take_while(|l| l.order() == first.order()).count();
+        let parts: Vec<_> = layers[at..at + here].iter().map(|l| l.parts()).collect();
+        let outs = &mut outs[at..at + here];
+        match first.order() {
+            None => matmul(&parts, x, m, outs),
+            Some(order) => matmul(&parts, &order.gather(x), m, outs),
+        }
+        at += here;
+    }
 }
 
 fn expect_type(q: &QuantizedMatrix, known: &[QuantType]) -> Result<(), QuantError> {

@@ -384,3 +384,39 @@ proptest! {
         }
     }
 }
+
+/// Columns in an order of their own: the product of gathered inputs, one layer or several at once, and rows by input.
+#[test]
+fn layers_with_an_order_of_columns_gather_their_inputs() {
+    let (n, k, m) = (24, 64, 5);
+    let x = numbers(m * k, 90);
+    let groups: Vec<usize> = (0..k).map(|i| i * 7 % k / 32).collect();
+    let order = dsq_quant::ColumnOrder::from_groups(&groups);
+    let args = QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16);
+    let q: Vec<QuantizedMatrix> =
+        (0..3).map(|i| QuantizedMatrix::quantize(&numbers(n * k, 91 + i), n, k, args).unwrap()).collect();
+    let plain: Vec<Linear> = q.iter().map(|q| Linear::new(q).unwrap()).collect();
+    let ordered: Vec<Linear> = q.iter().map(|q| Linear::ordered(q, order.clone()).unwrap()).collect();
+    let gathered = order.gather(&x);
+    let run = |l: &Linear, x: &[f32]| {
+        let mut out = vec![0.0; m * n];
+        l.matmul(x, m, &mut out);
+        out
+    };
+    for (a, b) in ordered.iter().zip(&plain) {
+        assert_eq!(run(a, &x), run(b, &gathered));
+        let (mut ours, mut theirs) = (vec![0.0; k], vec![0.0; k]);
+        a.row(3, &mut ours);
+        b.row(3, &mut theirs);
+        assert_eq!(order.gather(&ours), theirs);
+        assert!(a.bytes() > b.bytes() && a.describe().contains("activation order"));
+    }
+    // A plain layer between two of one order.
+    let mut outs = vec![vec![0.0; m * n]; 4];
+    let many = [&ordered[0], &ordered[1], &plain[2], &ordered[2]];
+    matmul_many(&many, &x, m, &mut outs.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+    for (l, out) in many.into_iter().zip(outs) {
+        assert_eq!(out, run(l, &x));
+    }
+    assert!(Linear::ordered(&q[0], dsq_quant::ColumnOrder::identity(32)).is_err());
+}

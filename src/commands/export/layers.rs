@@ -15,7 +15,7 @@ use std::path::Path;
 pub(in crate::commands) fn packed_names(ckpt: &Checkpoint, specs: &[LinearSpec]) -> HashSet<String> {
     let mut done = HashSet::new();
     for LinearSpec { module, .. } in specs {
-        for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point"] {
+        for part in ["", "_packed", "_scale", "_global_scale", "_shape", "_zero_point", "_g_idx"] {
             done.insert(ckpt.part(module, &format!("weight{part}")));
         }
         done.extend(["qweight", "qzeros", "scales", "g_idx"].map(|part| format!("{module}.{part}")));
@@ -41,8 +41,10 @@ pub(super) struct Survey {
     /// What each layer becomes; `None`: floats.
     outlines: Vec<Option<Outline>>,
     common: CommonScheme,
-    /// Of scales that are rounded to f16.
+    /// Of scales that are rounded to f16, and of groups that lose their order.
     pub(super) loss: ExportLoss,
+    /// Layers whose groups are in activation order.
+    pub(super) ordered: usize,
     /// Of blocks that are not codes.
     pub(super) blocks: Changed,
 }
@@ -88,6 +90,7 @@ impl<'a> Layers<'a> {
                 return Ok(None);
             }
             let mut layer = self.read(&self.specs[i])?;
+            let ordered = matches!(&layer, ExportTensor::Linear { order: Some(_), .. });
             let format = self.format.unwrap_or_default();
             let blocks = match &layer {
                 ExportTensor::Linear { source: Some(s), .. } if s.max_abs_error > 0.0 => Some(s.clone()),
@@ -99,17 +102,20 @@ impl<'a> Layers<'a> {
             if let ExportTensor::Linear { matrix, .. } = &mut layer {
                 (matrix.codes, matrix.scales, matrix.zeros) = Default::default();
             }
-            Ok(Some((layer, blocks, loss)))
+            Ok(Some((layer, blocks, loss, ordered)))
         };
         let found = workers.run(self.specs.len(), cost, one)?;
         let mut survey = Survey {
             outlines: Vec::new(),
             common: CommonScheme::default(),
             loss: ExportLoss::default(),
+            ordered: 0,
             blocks: Changed::default(),
         };
         let format = self.format.unwrap_or_default();
-        for (spec, (layer, blocks, loss)) in self.specs.iter().zip(&found).filter_map(|(s, f)| Some((s, f.as_ref()?))) {
+        for (spec, (layer, blocks, loss, ordered)) in
+            self.specs.iter().zip(&found).filter_map(|(s, f)| Some((s, f.as_ref()?)))
+        {
             if let Some(source) = blocks {
                 let changed = &mut survey.blocks;
                 changed.layers += 1;
@@ -117,6 +123,7 @@ impl<'a> Layers<'a> {
                 changed.max = changed.max.max(source.max_abs_error);
                 changed.relative = changed.relative.max(source.relative_error);
             }
+            survey.ordered += usize::from(*ordered);
             survey.loss.merge(loss);
             survey.common.add(format, self.file, layer)?;
         }
@@ -157,21 +164,22 @@ impl<'a> Layers<'a> {
             let mut values = Vec::new();
             let sha256 = self.ckpt.read_f32_hashed(&name, &mut values)?;
             let source = Some(SourceRecord::with_matrix(sha256, dtype, &values, &matrix));
-            return Ok(ExportTensor::Linear { module, shape, matrix, activation: None, source });
+            return Ok(ExportTensor::Linear { module, shape, matrix, activation: None, source, order: None });
         }
-        let LinearWeight::Quantized(matrix) = self.ckpt.linear(&module)? else {
-            let problem =
-                "groups in activation order have no place in this format; expected runs of inputs, got others";
-            let at = printable(&self.file.to_string_lossy());
-            return Err(CliError::usage(format!("{at}: {module}.g_idx: {problem}"))
-                .with_hint("--format safetensors writes the values of the codes as floats"));
+        let (matrix, order) = match self.ckpt.linear(&module)? {
+            LinearWeight::Quantized(matrix) => (matrix, None),
+            LinearWeight::Ordered { matrix, order } => (matrix, Some(order)),
+            LinearWeight::Float { .. } => {
+                let at = printable(&self.file.to_string_lossy());
+                return Err(CliError::usage(format!("{at}: {module}: expected codes, got floats")));
+            }
         };
         // GPTQ and AWQ have no grids of inputs.
         let activation = match self.format {
             Some(FolderFormat::CompressedTensors) => self.ckpt.activation(&module)?,
             _ => None,
         };
-        Ok(ExportTensor::Linear { module, shape, matrix, activation, source: None })
+        Ok(ExportTensor::Linear { module, shape, matrix, activation, source: None, order })
     }
 }
 

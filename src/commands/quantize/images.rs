@@ -169,7 +169,7 @@ fn exported(args: &Args, ckpt: &Checkpoint, layer: CnnLayer) -> Result<Vec<Expor
             let mut source = source_record(ckpt, &name, &weight, &matrix.dequantize())?;
             let equalized = if args.images.equalize { ", channels equalised" } else { "" };
             source.rescaled = Some(format!("batch norm folded in{equalized}; the differences are to that weight"));
-            ExportTensor::Linear { module, shape, matrix, activation, source: Some(source) }
+            ExportTensor::Linear { module, shape, matrix, activation, source: Some(source), order: None }
         }
     });
     Ok(out)

@@ -141,7 +141,7 @@ pub(super) fn outlines(config: &QuantConfig, specs: &[LinearSpec]) -> Result<Vec
     let one = |spec: &LinearSpec| {
         let (module, shape) = (spec.module.clone(), spec.shape.clone());
         let activation = config.scheme_for(&module).and_then(|s| s.activations).filter(|a| !a.is_dynamic());
-        Ok(Outline::Linear { args: weights_of(config, &module)?, module, shape, activation })
+        Ok(Outline::Linear { args: weights_of(config, &module)?, module, shape, activation, ordered: false })
     };
     specs.iter().map(one).collect()
 }

@@ -131,16 +131,8 @@ fn config(
     let texts = |targets: &[Target]| targets.iter().map(Target::text).collect::<Vec<_>>();
     let (target_texts, ignore_texts) = (texts(&targets), texts(&ignore));
     let name = if format == FolderFormat::Awq { "awq" } else { "gptq" };
-    let group = QuantizationGroup { name: name.into(), target_texts, targets, weights, activations: None };
-    Ok(QuantizationConfig {
-        groups: vec![group],
-        ignore,
-        ignore_texts,
-        kv_cache: None,
-        format,
-        act_order,
-        scale_inv: false,
-    })
+    let group = QuantizationGroup { name: name.into(), target_texts, targets, weights, activations: None, act_order };
+    Ok(QuantizationConfig { groups: vec![group], ignore, ignore_texts, kv_cache: None, format, scale_inv: false })
 }
 
 /// Refuses a `quantize_config.json` that says another thing than `config.json`: tools read one or the other.
@@ -175,8 +167,9 @@ pub(crate) fn same_settings(
             return Err(CheckpointError::invalid(file, key, problem));
         }
     }
-    if config.act_order != other.act_order {
-        let (expected, got) = (config.act_order, other.act_order);
+    let act_order = |q: &QuantizationConfig| q.groups.iter().any(|g| g.act_order);
+    let (expected, got) = (act_order(config), act_order(other));
+    if expected != got {
         let problem = format!("differs from quantization_config in config.json; expected {expected}, got {got}");
         return Err(CheckpointError::invalid(file, "desc_act", problem));
     }
@@ -184,8 +177,8 @@ pub(crate) fn same_settings(
 }
 
 /// The value of `quantization_config`, for GPTQ also the content of `quantize_config.json`: one scheme for all quantized modules;
-/// `float` are the linear modules that stay in float, without the head.
-pub(crate) fn to_value(format: FolderFormat, args: &QuantArgs, head: bool, float: &[String]) -> Value {
+/// `float` are the linear modules that stay in float, without the head, and `act_order` says whether groups are no runs of inputs.
+pub(crate) fn to_value(format: FolderFormat, args: &QuantArgs, act_order: bool, head: bool, float: &[String]) -> Value {
     let group_size = match args.granularity {
         Granularity::PerGroup(g) => g as i64,
         _ => -1,
@@ -207,7 +200,7 @@ pub(crate) fn to_value(format: FolderFormat, args: &QuantArgs, head: bool, float
         "bits": args.qtype.bits(),
         "group_size": group_size,
         "sym": args.mapping == Mapping::Symmetric,
-        "desc_act": false,
+        "desc_act": act_order,
         "static_groups": false,
         "true_sequential": true,
         "lm_head": head,

@@ -3,10 +3,10 @@
 
 use super::{FolderFormat, SCALES, shape_problem};
 use crate::checkpoint::hex_sha256;
-use crate::export::{CODES, ExportLoss, SourceRecord};
+use crate::export::{CODES, ExportLoss, SourceRecord, values_of_codes};
 use crate::tensor::float_bytes;
 use crate::{CheckpointError, ExportTensor};
-use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantType, QuantizedMatrix};
+use dsq_quant::{ColumnOrder, FloatType, Granularity, Mapping, QuantArgs, QuantType, QuantizedMatrix};
 use std::path::Path;
 
 /// Why `format` cannot hold an `[n, k]` matrix of this scheme; `None` when it does. Scales of another dtype than f16 and zero points
@@ -31,10 +31,10 @@ pub fn fit_problem(format: FolderFormat, args: &QuantArgs, n: usize, k: usize) -
 }
 
 /// Brings the quantized layers of an export into the form that `format` stores: scales for each output or group, in f16, and one
-/// scheme for all (a symmetric layer among asymmetric ones gets zero points of 0). Codes stay. Layers that change get a
-/// [`SourceRecord`]. Nothing is done for compressed-tensors.
+/// scheme for all (a symmetric layer among asymmetric ones gets zero points of 0). Codes stay, but of groups in activation order,
+/// which AWQ does not have: there they are chosen anew. Layers that change get a [`SourceRecord`]. Nothing is done for compressed-tensors.
 ///
-/// Returns how far values moved, which they do only where a scale is no f16 number.
+/// Returns how far values moved, which they do only where a scale is no f16 number, or groups lost their order.
 ///
 /// # Errors
 /// [`CheckpointError::Usage`] naming layer and reason: another type or shape than the format has, layers of several schemes, inputs on
@@ -59,6 +59,8 @@ pub fn convert_layers(
 pub struct CommonScheme {
     first: Option<(String, QuantArgs)>,
     asymmetric: bool,
+    /// Whether a layer has groups in activation order.
+    ordered: bool,
 }
 
 impl CommonScheme {
@@ -67,7 +69,8 @@ impl CommonScheme {
     /// # Errors
     /// [`CheckpointError::Usage`] for another scheme than that of the first.
     pub fn add(&mut self, format: FolderFormat, file: &Path, layer: &ExportTensor) -> Result<(), CheckpointError> {
-        let ExportTensor::Linear { module, matrix, .. } = layer else { return Ok(()) };
+        let ExportTensor::Linear { module, matrix, order, .. } = layer else { return Ok(()) };
+        self.ordered |= order.is_some();
         if format == FolderFormat::CompressedTensors {
             return Ok(());
         }
@@ -99,7 +102,7 @@ pub fn convert_layer(
     layer: &mut ExportTensor,
 ) -> Result<ExportLoss, CheckpointError> {
     let mut loss = ExportLoss::default();
-    let ExportTensor::Linear { module, shape, matrix, source, activation } = layer else { return Ok(loss) };
+    let ExportTensor::Linear { module, shape, matrix, source, activation, order } = layer else { return Ok(loss) };
     if format == FolderFormat::CompressedTensors {
         return Ok(loss);
     }
@@ -116,10 +119,17 @@ pub fn convert_layer(
     if let Some(problem) = fit_problem(format, &matrix.args, matrix.n, matrix.k) {
         return usage(problem);
     }
-    let before = matrix.dequantize();
+    let before = values_of_codes(matrix, order.as_ref());
+    let quant = |e| CheckpointError::quant(file, module.clone(), e);
+    if order.is_some() && format == FolderFormat::Awq {
+        // AWQ has no index of groups: codes are chosen anew on runs of inputs.
+        *order = None;
+        let args = QuantArgs { scale_dtype: SCALES, ..matrix.args };
+        *matrix = QuantizedMatrix::quantize(&before, matrix.n, matrix.k, args).map_err(quant)?;
+    }
     convert(format, matrix);
-    matrix.validate().map_err(|e| CheckpointError::quant(file, module.clone(), e))?;
-    let after = matrix.dequantize();
+    matrix.validate().map_err(quant)?;
+    let after = values_of_codes(matrix, order.as_ref());
     loss.add(module, &before, &after);
     source.get_or_insert_with(|| {
         let hash = hex_sha256(&float_bytes(&before, FloatType::F32));
@@ -138,7 +148,12 @@ pub fn finish_layer(
     layer: &mut ExportTensor,
     common: &CommonScheme,
 ) -> Result<(), CheckpointError> {
-    let ExportTensor::Linear { module, matrix, .. } = layer else { return Ok(()) };
+    let ExportTensor::Linear { module, matrix, order, .. } = layer else { return Ok(()) };
+    // What servers compute as one matrix has one scheme: all layers in groups get a list, or none.
+    let grouped = matches!(matrix.args.granularity, Granularity::PerGroup(_)) && matrix.args.qtype.float().is_none();
+    if common.ordered && format != FolderFormat::Awq && grouped && order.is_none() {
+        *order = Some(ColumnOrder::identity(matrix.k));
+    }
     if common.asymmetric && format.is_gptq() && matrix.args.mapping == Mapping::Symmetric {
         matrix.args.mapping = Mapping::Asymmetric;
         matrix.zeros = vec![0; matrix.scales.len()];

@@ -17,11 +17,12 @@ pub(crate) use config::{parse, same_settings, to_value};
 pub use convert::{CommonScheme, convert_layer, convert_layers, finish_layer, fit_problem};
 
 use crate::config::fields::show;
-use crate::packed::{DiskFormat, Expected, expected_tensors};
+use crate::packed::{DiskFormat, Expected, G_IDX, expected_tensors};
 use crate::tensor::floats_from_bytes;
 use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearWeight, ModelConfig, Severity, TensorData};
 use dsq_quant::{
-    FloatType, Mapping, QuantArgs, QuantType, QuantizedMatrix, pack_i32, pack_rows, packed_words, unpack_i32,
+    ColumnOrder, FloatType, Mapping, QuantArgs, QuantType, QuantizedMatrix, pack_i32, pack_rows, packed_words,
+    unpack_i32,
 };
 use std::collections::HashMap;
 
@@ -106,8 +107,8 @@ pub(crate) fn shape_problem(format: FolderFormat, bits: usize, n: usize, k: usiz
     }
 }
 
-/// One tensor of a matrix that [`fit_problem`] let pass.
-pub(crate) fn stored(format: FolderFormat, matrix: &QuantizedMatrix, e: Expected) -> TensorData {
+/// One tensor of a matrix that [`fit_problem`] let pass; `order` has the group of each input where groups are no runs of them.
+pub(crate) fn stored(format: FolderFormat, matrix: &QuantizedMatrix, order: Option<&[i32]>, e: Expected) -> TensorData {
     let (n, k, bits) = (matrix.n, matrix.k, matrix.args.qtype.bits());
     let groups = matrix.scales.len().checked_div(n).unwrap_or(0);
     let shape = e.shape;
@@ -130,7 +131,10 @@ pub(crate) fn stored(format: FolderFormat, matrix: &QuantizedMatrix, e: Expected
                 _ => pack_rows(&zeros, n, bits),
             }
         }
-        ("g_idx", _) => (0..k).map(|i| (i / matrix.group_len().max(1)) as i32).collect(),
+        ("g_idx", _) => match order {
+            Some(groups) => groups.to_vec(),
+            None => (0..k).map(|i| (i / matrix.group_len().max(1)) as i32).collect(),
+        },
         (_, _) => {
             let data = transposed(&matrix.scales, n, groups);
             return TensorData::Float { shape, data, dtype: matrix.args.scale_dtype };
@@ -175,8 +179,8 @@ fn zeros_of(format: FolderFormat, qtype: QuantType, n: usize, words: &[i32]) -> 
     zeros
 }
 
-/// The weight of a module: codes, or values where groups lie in another order than the inputs (act-order), which no
-/// [`QuantizedMatrix`] says. A group whose scale is 0 gets codes of 0 on another scale: the same values.
+/// The weight of a module: codes, of groups in activation order with the order of their columns. A group whose scale is 0 gets codes
+/// of 0 on another scale: the same values.
 pub(crate) fn read(
     ckpt: &Checkpoint,
     module: &str,
@@ -217,11 +221,13 @@ pub(crate) fn read(
         }
     };
     let group_len = k / groups.max(1);
-    let order = group_order(ckpt, module, k, group_len)?;
-    let group_of = |i: usize| order.as_ref().map_or(i / group_len, |o| o[i]);
+    let order = group_order(ckpt, &name("g_idx"), k, group_len)?;
+    if let Some(order) = &order {
+        codes = order.gather(&codes);
+    }
     if scales.contains(&0.0) {
         for (i, code) in codes.iter_mut().enumerate() {
-            let at = i / k * groups + group_of(i % k);
+            let at = i / k * groups + i % k / group_len;
             if scales[at] == 0.0 {
                 *code = zeros[at];
             }
@@ -237,9 +243,7 @@ pub(crate) fn read(
     }
     let matrix = QuantizedMatrix { args, n, k, codes, scales, zeros, global_scale: None };
     matrix.validate().map_err(|e| CheckpointError::quant(ckpt.path(), module, e))?;
-    let Some(order) = order else { return Ok(LinearWeight::Quantized(matrix)) };
-    let value = |(i, &q): (usize, &i8)| args.dequantize(q, matrix.qparams(i / k * groups + order[i % k]));
-    Ok(LinearWeight::Float { n, k, data: matrix.codes.iter().enumerate().map(value).collect() })
+    Ok(LinearWeight::of_codes(matrix, order))
 }
 
 /// Outputs and inputs, by `qweight`.
@@ -267,36 +271,36 @@ fn words(ckpt: &Checkpoint, name: &str) -> Result<Vec<i32>, CheckpointError> {
     Ok(bytes.as_chunks::<4>().0.iter().map(|&b| i32::from_le_bytes(b)).collect())
 }
 
-/// The group of each input where `g_idx` says another than `i / group_len`; `None` where groups are runs of inputs.
+/// The order in which the columns of a group lie side by side, where the list `name` (the group of each input) says another than
+/// `i / group_len`; `None` where groups are runs of inputs, or there is no list.
 ///
 /// # Errors
 /// [`CheckpointError::Invalid`] for groups that are not there or do not have `group_len` inputs each.
-fn group_order(
+pub(crate) fn group_order(
     ckpt: &Checkpoint,
-    module: &str,
+    name: &str,
     k: usize,
     group_len: usize,
-) -> Result<Option<Vec<usize>>, CheckpointError> {
-    let name = format!("{module}.g_idx");
-    let Some(info) = ckpt.info(&name) else { return Ok(None) };
+) -> Result<Option<ColumnOrder>, CheckpointError> {
+    let Some(info) = ckpt.info(name) else { return Ok(None) };
     if info.shape != [k] {
-        return Err(ckpt.invalid(&name, format!("expected shape [{k}], got {:?}", info.shape)));
+        return Err(ckpt.invalid(name, format!("expected shape [{k}], got {:?}", info.shape)));
     }
     let groups = k / group_len.max(1);
     let mut count = vec![0; groups];
-    let mut order = Vec::with_capacity(k);
-    for (i, g) in words(ckpt, &name)?.into_iter().enumerate() {
+    let mut group_of = Vec::with_capacity(k);
+    for (i, g) in words(ckpt, name)?.into_iter().enumerate() {
         let group = usize::try_from(g).ok().filter(|&g| g < groups);
         let group = group.ok_or_else(|| {
-            ckpt.invalid(&name, format!("input {i}: expected a group from 0 to {}, got {g}", groups.saturating_sub(1)))
+            ckpt.invalid(name, format!("input {i}: expected a group from 0 to {}, got {g}", groups.saturating_sub(1)))
         })?;
         count[group] += 1;
-        order.push(group);
+        group_of.push(group);
     }
     if let Some(g) = count.iter().position(|&c| c != group_len) {
-        return Err(ckpt.invalid(&name, format!("group {g}: expected {group_len} inputs, got {}", count[g])));
+        return Err(ckpt.invalid(name, format!("group {g}: expected {group_len} inputs, got {}", count[g])));
     }
-    Ok(order.iter().enumerate().any(|(i, &g)| g != i / group_len).then_some(order))
+    Ok(Some(ColumnOrder::from_groups(&group_of)).filter(|order| !order.is_identity()))
 }
 
 /// Whether a module's bias is there and all zeros, as AutoGPTQ wrote one for layers that have none.
@@ -314,15 +318,26 @@ pub(crate) fn is_zero_bias(ckpt: &Checkpoint, module: &str) -> bool {
 /// are; groups out of order in a file that says it has none.
 pub(crate) fn check_values(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointError> {
     let mut faults = Vec::new();
-    let Some(q) = ckpt.quantization().filter(|q| q.format != FolderFormat::CompressedTensors) else {
-        return Ok(faults);
-    };
+    let Some(q) = ckpt.quantization() else { return Ok(faults) };
+    let columns = q.format != FolderFormat::CompressedTensors;
     let (mut ordered, mut wrapped, mut first) = (0, 0usize, HashMap::new());
     for spec in ckpt.config().linears() {
         let Some(group) = q.group_for(&spec.module, "Linear") else { continue };
         let (args, n, k) = (group.weights, spec.n(), spec.k());
-        let qzeros = format!("{}.qzeros", spec.module);
         let groups = args.scale_shape(n, k).map_or(1, |[_, groups]| groups);
+        let name = format!("{}.{}", spec.module, if columns { "g_idx" } else { G_IDX });
+        if (columns || group.act_order) && group_order(ckpt, &name, k, k / groups)?.is_some() {
+            if !group.act_order {
+                let problem = "desc_act is false; expected input i in group i / group_size, got another order";
+                return Err(ckpt.invalid(&name, problem));
+            }
+            ordered += 1;
+            first.entry("order").or_insert(name);
+        }
+        if !columns {
+            continue;
+        }
+        let qzeros = format!("{}.qzeros", spec.module);
         let words = words(ckpt, &qzeros)?;
         let zeros = zeros_of(q.format, args.qtype, n, &words);
         let symmetric = args.mapping == Mapping::Symmetric;
@@ -352,19 +367,10 @@ pub(crate) fn check_values(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointEr
                 first.entry("zero").or_insert(qzeros);
             }
         }
-        if group_order(ckpt, &spec.module, k, k / groups)?.is_some() {
-            let name = format!("{}.g_idx", spec.module);
-            if !q.act_order {
-                let problem = "desc_act is false; expected input i in group i / group_size, got another order";
-                return Err(ckpt.invalid(&name, problem));
-            }
-            ordered += 1;
-            first.entry("order").or_insert(name);
-        }
     }
     if let Some(name) = first.get("order") {
         let problem = format!(
-            "{ordered} layers have groups in activation order (desc_act): their values are read as floats, without a kernel for codes"
+            "{ordered} layers have groups in activation order (desc_act, actorder): their inputs are gathered before each product"
         );
         faults.push(Fault::new(Severity::Note, ckpt.path(), name, problem));
     }

@@ -11,7 +11,7 @@ fn words_of(t: TensorData) -> Vec<i32> {
 
 fn part(format: FolderFormat, m: &QuantizedMatrix, suffix: &str) -> TensorData {
     let e = expected(format, &m.args, m.n, m.k).into_iter().find(|e| e.suffix == suffix).unwrap();
-    stored(format, m, e)
+    stored(format, m, None, e)
 }
 
 #[test]

@@ -211,6 +211,35 @@ impl LlamaConfig {
         DENSE.map(|part| if shared { format!("mlp.shared_experts.{part}") } else { format!("mlp.{part}") })
     }
 
+    /// What the tensor `name` is made of where it is one of transformers' own module (version 5): `mlp.experts.gate_up_proj [experts, 2 *
+    /// width, d]`, gate above up, and `mlp.experts.down_proj [experts, d, width]`. Its shape, and the names and shapes of the parts
+    /// that lie in it one after the other. Mixtral's router, which is called `mlp.gate` there, is one part.
+    pub(crate) fn stacked(&self, name: &str) -> Option<(Vec<usize>, Vec<(String, Vec<usize>)>)> {
+        let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        let i: usize = layer.parse().ok().filter(|i: &usize| layer == i.to_string())?;
+        let e = self.experts_of(i)?;
+        let part =
+            part.strip_prefix("mlp.").or_else(|| part.strip_prefix(self.feed_forward_name())?.strip_prefix('.'))?;
+        let (d, width) = (self.hidden_size, e.width);
+        let each = |which: &[usize], shape: [usize; 2]| -> Vec<(String, Vec<usize>)> {
+            let of = |e: usize| {
+                let names = self.expert_names(e);
+                which.iter().map(move |&w| (format!("model.layers.{i}.{}.weight", names[w]), shape.to_vec()))
+            };
+            (0..e.count).flat_map(of).collect()
+        };
+        match part {
+            "experts.gate_up_proj" => Some((vec![e.count, 2 * width, d], each(&[0, 1], [width, d]))),
+            "experts.down_proj" => Some((vec![e.count, d, width], each(&[2], [d, width]))),
+            "gate.weight" if name.contains(".mlp.") && self.feed_forward_name() != "mlp" => {
+                let shape = vec![e.count, d];
+                let name = format!("model.layers.{i}.{}.gate.weight", self.feed_forward_name());
+                Some((shape.clone(), vec![(name, shape)]))
+            }
+            _ => None,
+        }
+    }
+
     /// The linear layers of the feed-forward block of layer `i` in the order of the model: end of the module name, outputs, inputs.
     pub(super) fn feed_forward_linears(&self, i: usize) -> Vec<(String, usize, usize)> {
         let d = self.hidden_size;

@@ -128,15 +128,11 @@ impl Experts {
                 Some(groups)
             }
         };
-        let normalized = f.boolean("norm_topk_prob")?.unwrap_or(v3);
+        // Of V2 transformers reads the key and does nothing with it (told by the caller).
+        let normalized = v3 && f.boolean("norm_topk_prob")?.unwrap_or(true);
         let scale = f.number("routed_scaling_factor")?.unwrap_or(if v3 { 2.5 } else { 1.0 }) as f32;
         if !(scale.is_finite() && scale > 0.0) {
             return Err(f.error("routed_scaling_factor", format!("expected a positive number, got {scale}")));
-        }
-        if !v3 && normalized {
-            // DeepSeek's code divides instead of scaling, others do both, transformers only scales.
-            let problem = "implementations of deepseek_v2 disagree on it; expected false, got true";
-            return Err(f.error("norm_topk_prob", problem));
         }
         let routing = Routing { per_token, scores, groups, normalized, scale };
         Ok(Self { count, width, shared, first_layer, every, routing })

@@ -11,8 +11,17 @@ use crate::{CheckpointError, Fault, Severity};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU). qwen2 has biases of q, k and v, qwen3 a
-/// norm of each query and key head, and qwen2, qwen3, mistral and mixtral may have attention windows; mixtral, deepseek_v2 and
+/// Biases of linear layers that a config asks for, beside those of q, k and v that qwen2 has anyway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Biases {
+    /// Of q, k, v and o (`attention_bias` of llama and qwen3).
+    pub attention: bool,
+    /// Of gate, up and down (`mlp_bias` of llama).
+    pub mlp: bool,
+}
+
+/// Architecture of a Llama-like model (RMSNorm, RoPE, grouped-query attention, SwiGLU). qwen2 has biases of q, k and v, llama and qwen3
+/// may have others, qwen3 a norm of each query and key head, and qwen2, qwen3, mistral and mixtral may have attention windows; mixtral, deepseek_v2 and
 /// deepseek_v3 have experts, the last two latent attention.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
@@ -47,6 +56,8 @@ pub struct LlamaConfig {
     pub experts: Option<Experts>,
     /// Latent attention; `None`: grouped-query attention.
     pub latent: Option<Latent>,
+    /// Biases of llama and qwen3.
+    pub biases: Biases,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Beginning-of-sequence token.
@@ -139,6 +150,11 @@ impl LlamaConfig {
             _ if deepseek => Some(Experts::of_deepseek(f, model_type, &mut default)?),
             _ => None,
         };
+        if model_type == "deepseek_v2" && f.boolean("norm_topk_prob")? == Some(true) {
+            let what = "not used, as transformers does not: scores of the chosen experts are multiplied by routed_scaling_factor and not \
+                        divided by their sum; vLLM and DeepSeek's own code divide";
+            faults.push(Fault::new(Severity::Warning, file, "norm_topk_prob", what));
+        }
         if let Some(e) = experts.filter(|e| e.count.saturating_mul(num_hidden_layers) > MOST_EXPERTS) {
             let key = if deepseek { "n_routed_experts" } else { "num_local_experts" };
             let problem =
@@ -232,11 +248,17 @@ impl LlamaConfig {
             default("hidden_act", "silu".into());
         }
         f.only("hidden_act", &json!("silu"), "the only activation dsq has for this model")?;
-        if model_type != "qwen2" {
-            // (qwen2 has biases of q, k and v and no such key.)
-            f.only("attention_bias", &json!(false), "dsq has biases of qwen2 only, of its q, k and v")?;
+        let mut biases = Biases::default();
+        match model_type {
+            "llama" | "qwen3" => biases.attention = f.boolean("attention_bias")?.unwrap_or(false),
+            // It has biases of q, k and v and no such key.
+            "qwen2" => {}
+            _ => f.only("attention_bias", &json!(false), "dsq has such biases of llama, qwen2 and qwen3")?,
         }
-        f.only("mlp_bias", &json!(false), "dsq has biases of qwen2 only, of its q, k and v")?;
+        match model_type {
+            "llama" => biases.mlp = f.boolean("mlp_bias")?.unwrap_or(false),
+            _ => f.only("mlp_bias", &json!(false), "dsq has such biases of llama")?,
+        }
         f.only("pretraining_tp", &json!(1), "tensor-parallel slicing is not supported")?;
         f.only("rope_interleaved", &json!(false), "rotary pairs are half a head apart")?;
         f.only("is_encoder_decoder", &json!(false), "the model is a decoder")?;
@@ -273,6 +295,7 @@ impl LlamaConfig {
             windows,
             experts,
             latent,
+            biases,
             tie_word_embeddings,
             bos_token_id,
             eos_token_ids,
@@ -305,8 +328,8 @@ impl LlamaConfig {
             "rope_theta": short(self.rope_theta),
             "rope_parameters": rotary,
             "hidden_act": "silu",
-            "attention_bias": false,
-            "mlp_bias": false,
+            "attention_bias": self.biases.attention,
+            "mlp_bias": self.biases.mlp,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
@@ -358,9 +381,13 @@ impl LlamaConfig {
         self.windows.get(i).copied().flatten()
     }
 
-    /// Whether the linear layer `module` has a bias: q, k and v of qwen2.
+    /// Whether the linear layer `module` has a bias: q, k and v of qwen2, and what [`Biases`] say.
     pub fn has_bias(&self, module: &str) -> bool {
-        self.model_type == "qwen2" && ["q_proj", "k_proj", "v_proj"].iter().any(|p| module.ends_with(p))
+        let ends = |parts: &[&str]| parts.iter().any(|p| module.ends_with(p));
+        let qkv = ["q_proj", "k_proj", "v_proj"];
+        self.model_type == "qwen2" && ends(&qkv)
+            || self.biases.attention && (ends(&qkv) || ends(&["o_proj"]))
+            || self.biases.mlp && ends(&["gate_proj", "up_proj", "down_proj"])
     }
 
     /// Whether each query and key head is normed before it is rotated, by one weight for all query heads of a layer and one

@@ -12,8 +12,8 @@ mod rope;
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use latent::{LATENT_NORM_EPS, Latent};
-pub use llama::LlamaConfig;
 pub(crate) use llama::short;
+pub use llama::{Biases, LlamaConfig};
 pub use resnet::ResNetConfig;
 pub use rope::{RopeScaling, Rotary, Yarn};
 

@@ -3,12 +3,12 @@
 
 use super::ExportTensor;
 use crate::columns::{self, FolderFormat};
-use crate::packed::{DiskFormat, expected_tensors, pack};
+use crate::packed::{DiskFormat, G_IDX, expected_tensors, pack};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::Pending;
 use crate::tensor::{conversion_loss, float_bytes};
 use crate::{CheckpointError, Dtype, ModelConfig, NamedTensor, TensorData, kv_cache};
-use dsq_quant::{FloatType, KvGrid, Mapping, QuantArgs, QuantConfig, QuantError, QuantScheme};
+use dsq_quant::{FloatType, Granularity, KvGrid, Mapping, QuantArgs, QuantConfig, QuantError, QuantScheme};
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::path::Path;
@@ -35,6 +35,8 @@ pub enum Outline {
         args: QuantArgs,
         /// Scheme of its inputs, where they are on a stored grid.
         activation: Option<QuantArgs>,
+        /// Whether its columns have an order of their own.
+        ordered: bool,
     },
     /// The grids of the KV cache of one layer of a language model.
     KvCache {
@@ -55,11 +57,12 @@ impl Outline {
             ExportTensor::Copy { name, shape, dtype, .. } => {
                 Self::Plain { name: name.clone(), shape: shape.clone(), dtype: *dtype }
             }
-            ExportTensor::Linear { module, shape, matrix, activation, .. } => Self::Linear {
+            ExportTensor::Linear { module, shape, matrix, activation, order, .. } => Self::Linear {
                 module: module.clone(),
                 shape: shape.clone(),
                 args: matrix.args,
                 activation: activation.map(|(a, _)| a),
+                ordered: order.is_some(),
             },
             ExportTensor::KvCache { layer, grid } => Self::KvCache { layer: *layer, grid: *grid },
         }
@@ -115,8 +118,8 @@ impl Part {
             "weight_packed" | "qweight" => "codes",
             "weight_scale" | "weight_global_scale" | "scales" => "scales",
             "weight_zero_point" | "qzeros" => "zero_points",
-            "weight_shape" | "g_idx" | "input_scale" | "input_global_scale" | "input_zero_point" | "k_scale"
-            | "v_scale" => "other",
+            "weight_shape" | "weight_g_idx" | "g_idx" | "input_scale" | "input_global_scale" | "input_zero_point"
+            | "k_scale" | "v_scale" => "other",
             _ => "float",
         }
     }
@@ -128,7 +131,7 @@ impl Part {
 
 /// The stored tensors, in the order of [`stored`]. Shapes were checked.
 pub(super) fn parts(format: FolderFormat, outline: &Outline, scheme: Option<&QuantConfig>) -> Vec<Part> {
-    let (module, shape, args, activation) = match outline {
+    let (module, shape, args, activation, ordered) = match outline {
         Outline::Plain { name, shape, dtype } => {
             return vec![Part { name: name.clone(), dtype: *dtype, shape: shape.clone() }];
         }
@@ -136,7 +139,7 @@ pub(super) fn parts(format: FolderFormat, outline: &Outline, scheme: Option<&Qua
             let part = |t: NamedTensor| Part { name: t.name, dtype: t.data.dtype(), shape: t.data.shape().to_vec() };
             return kv_cache::pack(*layer, grid).into_iter().map(part).collect();
         }
-        Outline::Linear { module, shape, args, activation } => (module, shape, args, activation),
+        Outline::Linear { module, shape, args, activation, ordered } => (module, shape, args, activation, *ordered),
     };
     let [n, k] = size(shape);
     let part = |suffix: &str, dtype, shape| Part { name: format!("{module}.{suffix}"), dtype, shape };
@@ -144,6 +147,9 @@ pub(super) fn parts(format: FolderFormat, outline: &Outline, scheme: Option<&Qua
         expected_tensors(format.of_module(args, inputs_of(scheme, module).as_ref()), args, n, k, shape.len());
     let mut out: Vec<Part> =
         expected.into_iter().map(|e| part(e.suffix, e.dtype.unwrap_or(args.scale_dtype.into()), e.shape)).collect();
+    if ordered && format == FolderFormat::CompressedTensors {
+        out.push(part(G_IDX, Dtype::I32, vec![k]));
+    }
     out.sort_by_key(|t| t.name.ends_with("weight_zero_point"));
     if let Some(a) = activation {
         let (suffix, dtype) = input_scale(a);
@@ -179,12 +185,15 @@ pub(super) fn packed_tensors(
     layer: &ExportTensor,
     scheme: Option<&QuantConfig>,
 ) -> Vec<NamedTensor> {
-    let (module, shape, matrix, activation) = match layer {
-        ExportTensor::Linear { module, shape, matrix, activation, .. } => (module, shape, matrix, activation),
+    let (module, shape, matrix, activation, order) = match layer {
+        ExportTensor::Linear { module, shape, matrix, activation, order, .. } => {
+            (module, shape, matrix, activation, order.as_ref())
+        }
         ExportTensor::KvCache { layer, grid } => return kv_cache::pack(*layer, grid),
         _ => return Vec::new(),
     };
-    let mut out = pack(module, shape, matrix, format.of_module(&matrix.args, inputs_of(scheme, module).as_ref()));
+    let disk = format.of_module(&matrix.args, inputs_of(scheme, module).as_ref());
+    let mut out = pack(module, shape, matrix, order, disk);
     if let Some((args, p)) = activation {
         let one = |suffix: &str, data| NamedTensor { name: format!("{module}.{suffix}"), data };
         let (part, dtype) = input_scale(args);
@@ -223,7 +232,7 @@ pub(super) fn check(
     scheme: Option<&QuantConfig>,
     format: FolderFormat,
 ) -> Result<(), CheckpointError> {
-    let Outline::Linear { module, shape, args, activation } = outline else { return Ok(()) };
+    let Outline::Linear { module, shape, args, activation, ordered } = outline else { return Ok(()) };
     let usage = |problem: String| Err(CheckpointError::usage(out, module, problem));
     let [n, k] = size(shape);
     if n == 0 || k == 0 {
@@ -237,6 +246,11 @@ pub(super) fn check(
     if args.qtype.float().is_some() && shape.len() != 2 {
         let name = args.qtype.name();
         return usage(format!("{name} weights of linear layers only; expected shape [n, k], got {shape:?}"));
+    }
+    let grouped = matches!(args.granularity, Granularity::PerGroup(_)) && args.qtype.float().is_none();
+    if *ordered && (!grouped || shape.len() != 2 || format == FolderFormat::Awq) {
+        let problem = "expected groups of integers of a linear layer, got others in activation order";
+        return usage(format!("{}: {problem}", format.name()));
     }
     let Some(QuantScheme { weights, activations }) = scheme.and_then(|s| s.scheme_for(module)) else {
         return usage("quantized, though the scheme leaves it in float; expected floats, got codes".into());
@@ -282,8 +296,12 @@ pub(super) fn check_values(out: &Path, layer: &ExportTensor) -> Result<(), Check
             Ok(())
         }
         ExportTensor::Copy { .. } | ExportTensor::KvCache { .. } => Ok(()),
-        ExportTensor::Linear { module, shape, matrix, .. } => {
+        ExportTensor::Linear { module, shape, matrix, order, .. } => {
             matrix.validate().map_err(|e| CheckpointError::quant(out, module, e))?;
+            if let Some(order) = order.as_ref().filter(|o| o.k() != matrix.k) {
+                let problem = format!("order of columns: expected {} of them, got {}", matrix.k, order.k());
+                return Err(CheckpointError::usage(out, module, problem));
+            }
             let size = size(shape);
             if size != [matrix.n, matrix.k] {
                 let got = [matrix.n, matrix.k];
@@ -370,15 +388,15 @@ fn quantization_value(
     layers: &[Outline],
     scheme: Option<&QuantConfig>,
 ) -> Option<Value> {
-    let mut groups: Vec<(QuantArgs, Option<QuantArgs>, Vec<String>)> = Vec::new();
+    let mut groups: Vec<(QuantArgs, Option<QuantArgs>, bool, Vec<String>)> = Vec::new();
     let mut quantized = Vec::new();
     for layer in layers {
-        let Outline::Linear { module, args, .. } = layer else { continue };
+        let Outline::Linear { module, args, ordered, .. } = layer else { continue };
         quantized.push(module.as_str());
-        let key = (*args, inputs_of(scheme, module));
-        match groups.iter_mut().find(|(w, a, _)| (*w, *a) == key) {
-            Some((_, _, modules)) => modules.push(module.clone()),
-            None => groups.push((key.0, key.1, vec![module.clone()])),
+        let key = (*args, inputs_of(scheme, module), *ordered);
+        match groups.iter_mut().find(|(w, a, o, _)| (*w, *a, *o) == key) {
+            Some((.., modules)) => modules.push(module.clone()),
+            None => groups.push((key.0, key.1, key.2, vec![module.clone()])),
         }
     }
     if groups.is_empty() {
@@ -389,7 +407,8 @@ fn quantization_value(
     ignore.extend(config.always_float());
     if format != FolderFormat::CompressedTensors {
         ignore.retain(|m| m != "lm_head");
-        return Some(columns::to_value(format, &groups[0].0, quantized.contains(&"lm_head"), &ignore));
+        let act_order = groups.iter().any(|g| g.2);
+        return Some(columns::to_value(format, &groups[0].0, act_order, quantized.contains(&"lm_head"), &ignore));
     }
     // A tied head is a module of its own for the tools that read this.
     if matches!(config, ModelConfig::Llama(c) if c.tie_word_embeddings) {

@@ -13,7 +13,7 @@ use crate::tensor::{conversion_loss, float_bytes};
 use crate::workers::Workers;
 use crate::write::{FolderWriter, PlacedFile};
 use crate::{Checkpoint, CheckpointError, LinearWeight, ModelConfig};
-use dsq_quant::{FloatType, QParams, QuantArgs, QuantConfig, QuantizedMatrix};
+use dsq_quant::{ColumnOrder, FloatType, QParams, QuantArgs, QuantConfig, QuantizedMatrix};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
@@ -325,13 +325,13 @@ impl<'a> Session<'a> {
                 ("converted", Some(SourceRecord::with_values(hash, "F32".into(), data, &rounded)), None)
             }
             ExportTensor::Rescaled { source, .. } => ("rescaled", Some(source.clone()), None),
-            ExportTensor::Linear { matrix, activation, source, .. } => {
+            ExportTensor::Linear { matrix, activation, source, order, .. } => {
                 let became = match source {
                     Some(s) if s.dtype == CODES && s.max_abs_error == 0.0 => "transcoded",
                     Some(s) if s.dtype == CODES => "requantized",
                     _ => "quantized",
                 };
-                (became, source.clone(), Some((digest(matrix), *activation)))
+                (became, source.clone(), Some((digest(matrix, order.as_ref()), *activation)))
             }
             ExportTensor::KvCache { .. } => ("kv_cache", None, None),
         };
@@ -412,10 +412,14 @@ impl<'a> Session<'a> {
         }
         match (&self.outlines[i], &w.matrix) {
             (Outline::Linear { module, .. }, Some((meant, activation))) => {
-                let LinearWeight::Quantized(back) = ckpt.linear(module)? else { return self.differs(module) };
+                let (back, order) = match ckpt.linear(module)? {
+                    LinearWeight::Quantized(matrix) => (matrix, None),
+                    LinearWeight::Ordered { matrix, order } => (matrix, Some(order)),
+                    LinearWeight::Float { .. } => return self.differs(module),
+                };
                 let inputs = inputs_of(self.target.scheme, module);
                 let dynamic = ckpt.dynamic_activation(module) == inputs.filter(QuantArgs::is_dynamic);
-                if digest(&back) != *meant || !dynamic || ckpt.activation(module)? != *activation {
+                if digest(&back, order.as_ref()) != *meant || !dynamic || ckpt.activation(module)? != *activation {
                     return self.differs(module);
                 }
             }
@@ -452,8 +456,9 @@ impl<'a> Session<'a> {
     }
 }
 
-/// SHA-256 over everything that a matrix is, scheme and parameters included. The values of its codes follow from these.
-fn digest(m: &QuantizedMatrix) -> String {
+/// SHA-256 over everything that a matrix is, scheme and parameters included, and the order of its columns where that is not the
+/// inputs'. The values of its codes follow from these.
+fn digest(m: &QuantizedMatrix, order: Option<&ColumnOrder>) -> String {
     const RUN: usize = 1 << 16;
     let mut hash = Sha256::new();
     hash.update(format!("{:?} {} {} {:?}", m.args, m.n, m.k, m.global_scale.map(f32::to_bits)));
@@ -462,6 +467,9 @@ fn digest(m: &QuantizedMatrix) -> String {
         codes.chunks(RUN).for_each(|run| hash.update(run.iter().map(|&c| c as u8).collect::<Vec<u8>>()));
     }
     m.scales.chunks(RUN).for_each(|run| hash.update(float_bytes(run, FloatType::F32)));
+    if let Some(order) = order.filter(|o| !o.is_identity()) {
+        hash.update(order.inputs().iter().flat_map(|i| i.to_le_bytes()).collect::<Vec<u8>>());
+    }
     hex(hash)
 }
 
@@ -492,7 +500,7 @@ mod tests {
                 if spec.module == "fc" {
                     let matrix = QuantizedMatrix::quantize(&data, spec.n(), spec.k(), args).unwrap();
                     let (module, shape) = (spec.module, spec.shape);
-                    return ExportTensor::Linear { module, shape, matrix, activation: None, source: None };
+                    return ExportTensor::Linear { module, shape, matrix, activation: None, source: None, order: None };
                 }
                 let name = format!("{}.weight", spec.module);
                 ExportTensor::Float { name, shape: spec.shape, data, dtype: FloatType::Bf16 }

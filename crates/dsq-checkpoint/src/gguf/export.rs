@@ -129,6 +129,11 @@ impl<'a> GgufExport<'a> {
         let ModelConfig::Llama(config) = source.config() else {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
         };
+        if config.biases != Default::default() {
+            let problem =
+                "GGUF files hold models without biases here; expected attention_bias and mlp_bias false, got true";
+            return usage("--format", problem.into());
+        }
         let mut config = config.clone();
         // Layers for predictions beyond the next token are left out, by name.
         config.latent.iter_mut().for_each(|a| a.mtp_layers = 0);
@@ -360,7 +365,9 @@ impl<'a> GgufExport<'a> {
             _ if p.tensor.order == Order::Computed => (self.rope_factors.clone(), None, None),
             Kind::Float(_) => (read()?, None, None),
             Kind::Codes => match source.linear(module(name))? {
-                LinearWeight::Float { data, .. } => (p.tensor.take(data), None, None),
+                weight @ (LinearWeight::Float { .. } | LinearWeight::Ordered { .. }) => {
+                    (p.tensor.take(weight.into_f32()), None, None)
+                }
                 LinearWeight::Quantized(m) if p.tensor.is_half() => (p.tensor.take(m.dequantize()), None, None),
                 LinearWeight::Quantized(m) => (m.dequantize(), p.ty.grid().and_then(|g| g.from_codes(&m)), None),
             },
@@ -449,7 +456,9 @@ fn dropped(
     let mut used: HashSet<String> = plan.iter().flat_map(|p| p.tensor.parts.iter().cloned()).collect();
     for p in plan {
         let codes = p.tensor.parts.iter().zip(&p.kinds).filter(|(_, k)| **k == Kind::Codes);
-        used.extend(codes.flat_map(|(name, _)| crate::packed::WEIGHT_PARTS.map(|part| source.part(module(name), part))));
+        used.extend(
+            codes.flat_map(|(name, _)| crate::packed::WEIGHT_PARTS.map(|part| source.part(module(name), part))),
+        );
     }
     let ahead = |name: &str| matches!(source.config(), ModelConfig::Llama(c) if c.mtp_layer(name).is_some());
     let mut out = Vec::new();

@@ -290,6 +290,7 @@ mod tests {
                     shape,
                     activation: None,
                     source: None,
+                    order: None,
                 },
                 _ => ExportTensor::Float { name, shape, data, dtype: FloatType::Bf16 },
             });

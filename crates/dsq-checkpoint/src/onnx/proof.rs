@@ -233,7 +233,10 @@ fn taken_apart(
             record(name.clone(), "converted", values.len(), source, underflow)
         }
         Make::Blocks { module, .. } | Make::Axis { module } => {
-            let LinearWeight::Quantized(matrix) = source.weight(module)? else { return Err(read.differs(module)) };
+            let (LinearWeight::Quantized(matrix) | LinearWeight::Ordered { matrix, .. }) = source.weight(module)?
+            else {
+                return Err(read.differs(module));
+            };
             let same = match &unit.make {
                 Make::Blocks { layout, .. } => layout.holds(parts, &matrix),
                 _ => axis_holds(parts, &matrix),

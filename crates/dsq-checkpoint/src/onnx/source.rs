@@ -34,7 +34,7 @@ impl Source<'_> {
     /// The codes of a module that has some.
     pub(super) fn codes(&self, module: &str) -> Result<QuantizedMatrix, CheckpointError> {
         match self.weight(module)? {
-            LinearWeight::Quantized(matrix) => Ok(matrix),
+            LinearWeight::Quantized(matrix) | LinearWeight::Ordered { matrix, .. } => Ok(matrix),
             LinearWeight::Float { .. } => Err(self.ckpt.invalid(module, "expected codes, got floats")),
         }
     }
@@ -78,7 +78,23 @@ impl Source<'_> {
     /// `x W^T + bias` of a linear layer over the last dimension; gives the name of the result.
     pub(super) fn linear(&self, graph: &mut Graph, module: &str, x: &str) -> Result<String, CheckpointError> {
         let product = match self.weight(module)? {
-            LinearWeight::Quantized(m) => {
+            weight @ (LinearWeight::Quantized(_) | LinearWeight::Ordered { .. }) => {
+                let (m, order) = match weight {
+                    LinearWeight::Ordered { matrix, order } => (matrix, Some(order)),
+                    LinearWeight::Quantized(matrix) => (matrix, None),
+                    LinearWeight::Float { .. } => return Err(self.ckpt.invalid(module, "expected codes, got floats")),
+                };
+                let x = &match order {
+                    None => x.to_owned(),
+                    // Codes lie group by group; so must the inputs.
+                    Some(order) => {
+                        let name = format!("{module}.order");
+                        let bytes = order.inputs().iter().flat_map(|&i| i64::from(i).to_le_bytes()).collect();
+                        graph.unit(vec![Declared::new(&name, &[m.k], DataType::Int64)], Make::Constant(bytes));
+                        let last = vec![AttributeProto::int("axis", -1)];
+                        graph.op_with("Gather", &[x, &name], format!("{module}/Gather"), last)
+                    }
+                };
                 let layout = Blocks::of(&m.args, m.n, m.k).map_err(|problem| {
                     let hint =
                         "dsq export --format safetensors writes the values of the codes as floats, which ONNX holds";
@@ -87,7 +103,7 @@ impl Source<'_> {
                 let tensors = layout.declared(module);
                 let names: Vec<String> = tensors.iter().map(|t| t.name.clone()).collect();
                 graph.unit(tensors, Make::Blocks { module: module.into(), layout });
-                let inputs: Vec<&str> = std::iter::once(x).chain(names.iter().map(String::as_str)).collect();
+                let inputs: Vec<&str> = std::iter::once(x.as_str()).chain(names.iter().map(String::as_str)).collect();
                 // 1: the products are summed in f32.
                 let settings = [("K", m.k), ("N", m.n), ("bits", layout.bits), ("block_size", layout.block)];
                 let mut attributes: Vec<_> = settings.map(|(n, v)| AttributeProto::int(n, v as i64)).into();

@@ -287,6 +287,7 @@ impl CnnExport {
                     shape: layer.shape.clone(),
                     matrix: matrix.clone(),
                     activation: layer.activation,
+                    order: None,
                     source: Some(SourceRecord::of(&layer.weight, matrix)),
                 },
             });
