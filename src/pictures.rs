@@ -148,6 +148,25 @@ mod tests {
     }
 
     #[test]
+    fn pictures_are_cut_and_resized_as_torchvision_does() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/image");
+        let kept = dsq_checkpoint::SafetensorsFile::open(&golden.join("picture.safetensors")).unwrap();
+        for (name, size, resize, filter) in [
+            ("shorter_48", [33, 47], Resize::Shorter(48), Filter::Bilinear),
+            ("stretched_40_50", [40, 50], Resize::Stretched([40, 50]), Filter::Bicubic),
+            ("larger_100", [51, 60], Resize::Shorter(100), Filter::Bilinear),
+        ] {
+            let how = Preparation { size, resize, filter, rescale: 1.0, mean: vec![0.0; 3], std: vec![1.0; 3] };
+            let (got, want) = (picture(&golden.join("picture.jpg"), &how).unwrap(), kept.read_stored(name).unwrap().1);
+            assert_eq!(got.len(), want.len(), "{name}");
+            let off: Vec<i32> = got.iter().zip(&want).map(|(g, w)| (i32::from(*g) - i32::from(*w)).abs()).collect();
+            let (mean, worst) = (off.iter().sum::<i32>() as f64 / off.len() as f64, off.iter().max().unwrap());
+            // Two JPEG decoders and two roundings; one pixel off to a side would be tens.
+            assert!(mean < 1.0 && *worst <= 8, "{name}: mean {mean}, worst {worst}");
+        }
+    }
+
+    #[test]
     fn mirrored_pictures_follow_the_others() {
         let images: Vec<f32> = (0..12).map(|i| i as f32).collect();
         let both = with_mirrored(images.clone(), 2);

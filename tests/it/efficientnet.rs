@@ -105,7 +105,11 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails(&["eval", text(&model)], 2, &["--text"]);
     fails(&["eval", text(&model), "--images", text(dir.path())], 3, &["expected 1 to 100000 files"]);
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama_tiny");
-    fails(&["eval", text(&tiny), "--images", text(dir.path())], 2, &["--images measures resnet, mobilenet_v2 and efficientnet_lite0"]);
+    fails(
+        &["eval", text(&tiny), "--images", text(dir.path())],
+        2,
+        &["--images measures resnet, mobilenet_v2 and efficientnet_lite0"],
+    );
     fails(&["quantize", text(&tiny), "--out", text(&out), "--equalize"], 2, &["--equalize: only for image models"]);
     let float = ["quantize", text(&model), "--out", text(&out), "--scheme", "W4A16", "--activation-percentile", "99"];
     fails(&float, 2, &["--activation-percentile: expected a scheme with quantized activations, as W4A8, got W4A16"]);

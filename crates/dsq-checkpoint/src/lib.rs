@@ -39,7 +39,7 @@ pub use export::{
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;
-pub use onnx::{OnnxExport, OnnxFile, OnnxOptions, OnnxTensor};
+pub use onnx::{OnnxExport, OnnxFile, OnnxOptions, OnnxTensor, onnx_problem};
 #[cfg(fuzzing)]
 pub use pytorch::read_pytorch;
 pub use quantization::{QuantizationConfig, QuantizationGroup};

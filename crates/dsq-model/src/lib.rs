@@ -21,8 +21,8 @@ pub mod resnet;
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
 pub use experts::{Experts, FeedForward, Routed, Router};
-pub use latent::LatentAttention;
 pub use image::ImageModel;
+pub use latent::LatentAttention;
 pub use learned_grid::LearnedGrid;
 pub use learned_input::LearnedInput;
 pub use llama::{

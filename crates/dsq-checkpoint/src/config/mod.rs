@@ -11,7 +11,8 @@ mod rope;
 
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use image::{
-    Activation, ConvLayer, Filter, ImageConfig, ImageFamily, MAX_POOL, MobileNet, Padding, Pool, Preparation, Residual, Resize,
+    Activation, ConvLayer, Filter, ImageConfig, ImageFamily, MAX_POOL, MobileNet, Padding, Pool, Preparation, Residual,
+    Resize,
 };
 pub use latent::{LATENT_NORM_EPS, Latent};
 pub use llama::LlamaConfig;

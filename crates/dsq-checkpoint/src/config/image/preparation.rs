@@ -180,7 +180,8 @@ impl Preparation {
             _ => match crop.filter(|_| cropped != Some(false)) {
                 Some(crop) => (crop, resize),
                 None => {
-                    let problem = "expected one size for all pictures, got shortest_edge without do_center_crop and crop_size";
+                    let problem =
+                        "expected one size for all pictures, got shortest_edge without do_center_crop and crop_size";
                     return Err(f.error("crop_size", problem));
                 }
             },

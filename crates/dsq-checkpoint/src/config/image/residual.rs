@@ -46,7 +46,8 @@ impl Residual {
         let hidden_sizes = sizes("hidden_sizes", &[256, 512, 1024, 2048], MAX_CHANNELS)?;
         let depths = sizes("depths", &[3, 4, 6, 3], MAX_BLOCKS)?;
         if depths.is_empty() || depths.len() != hidden_sizes.len() {
-            let problem = format!("expected one for each of the {} hidden_sizes, got {}", hidden_sizes.len(), depths.len());
+            let problem =
+                format!("expected one for each of the {} hidden_sizes, got {}", hidden_sizes.len(), depths.len());
             return Err(f.error("depths", problem));
         }
         let blocks: usize = depths.iter().sum();

@@ -35,7 +35,7 @@ fn the_published_models_have_their_published_sizes() {
         let config = resnet(kind, depths, 1000);
         assert_eq!((config.title().as_str(), parameters(&config)), (name, count));
     }
-    for (multiplier, count) in [("1.0", 3_504_872), ("1.4", 6_108_776), ("0.75", 2_636_072), ("0.5", 1_968_680)] {
+    for (multiplier, count) in [("1.0", 3_504_872), ("1.4", 6_108_776), ("0.75", 2_636_424), ("0.5", 1_968_680)] {
         let text = format!(r#"{{"model_type": "mobilenet_v2", "depth_multiplier": {multiplier}, "num_labels": 1000}}"#);
         assert_eq!(parameters(&read(&text).unwrap()), count, "{multiplier}");
     }
@@ -45,7 +45,9 @@ fn the_published_models_have_their_published_sizes() {
 fn every_layer_reads_what_the_ones_before_it_give() {
     let mobile = r#"{"model_type": "mobilenet_v2", "first_layer_is_expansion": false, "num_channels": 1}"#;
     let in_first = r#"{"model_type": "resnet", "downsample_in_first_stage": true, "downsample_in_bottleneck": true}"#;
-    for config in [resnet("basic", [2; 4], 10), resnet("bottleneck", [1; 4], 10), read(mobile).unwrap(), read(in_first).unwrap()] {
+    for config in
+        [resnet("basic", [2; 4], 10), resnet("bottleneck", [1; 4], 10), read(mobile).unwrap(), read(in_first).unwrap()]
+    {
         let (mut width, mut skip) = (config.channels, 0);
         for l in config.layers() {
             if l.starts_block {
@@ -171,5 +173,76 @@ fn residual_networks_of_torchvision_are_told_by_their_tensors() {
         let mut other = tensors;
         other.insert("layer2.0.conv2.weight".into(), vec![256, 4, 3, 3]);
         assert!(detect(&other).is_none());
+    }
+}
+
+/// The tensors of MobileNetV2 in torchvision or timm, from what both build: (expansion, channels, blocks, stride) of each stage.
+fn mobilenet_file(timm: bool, multiplier: f64) -> HashMap<String, Vec<usize>> {
+    let width = |n: usize| {
+        let exact = n as f64 * multiplier;
+        let near = ((exact + 4.0) as usize / 8 * 8).max(8);
+        if (near as f64) < 0.9 * exact { near + 8 } else { near }
+    };
+    let mut out = HashMap::new();
+    let mut pair = |conv: String, norm: String, shape: [usize; 4]| {
+        for part in NORM_PARTS {
+            out.insert(format!("{norm}.{part}"), vec![shape[0]]);
+        }
+        out.insert(format!("{norm}.num_batches_tracked"), vec![]);
+        out.insert(format!("{conv}.weight"), shape.to_vec());
+    };
+    let mut c = width(32);
+    let [stem, norm] = if timm { ["conv_stem", "bn1"] } else { ["features.0.0", "features.0.1"] };
+    pair(stem.into(), norm.into(), [c, 3, 3, 3]);
+    let mut index = 1;
+    let stages = [(1, 16, 1), (6, 24, 2), (6, 32, 3), (6, 64, 4), (6, 96, 3), (6, 160, 3), (6, 320, 1)];
+    for (stage, (expand, n, blocks)) in stages.into_iter().enumerate() {
+        for b in 0..blocks {
+            let (n, hidden) = (width(n), c * expand);
+            let block = if timm { format!("blocks.{stage}.{b}") } else { format!("features.{index}.conv") };
+            let parts: [(&str, &str, [usize; 4]); 3] = match (timm, expand) {
+                (false, 1) => [("", "", [0; 4]), ("0.0", "0.1", [hidden, 1, 3, 3]), ("1", "2", [n, hidden, 1, 1])],
+                (false, _) => [
+                    ("0.0", "0.1", [hidden, c, 1, 1]),
+                    ("1.0", "1.1", [hidden, 1, 3, 3]),
+                    ("2", "3", [n, hidden, 1, 1]),
+                ],
+                (true, 1) => {
+                    [("", "", [0; 4]), ("conv_dw", "bn1", [hidden, 1, 3, 3]), ("conv_pw", "bn2", [n, hidden, 1, 1])]
+                }
+                (true, _) => [
+                    ("conv_pw", "bn1", [hidden, c, 1, 1]),
+                    ("conv_dw", "bn2", [hidden, 1, 3, 3]),
+                    ("conv_pwl", "bn3", [n, hidden, 1, 1]),
+                ],
+            };
+            for (conv, norm, shape) in parts.into_iter().filter(|p| !p.0.is_empty()) {
+                pair(format!("{block}.{conv}"), format!("{block}.{norm}"), shape);
+            }
+            (c, index) = (n, index + 1);
+        }
+    }
+    let head = width(1280).max(1280);
+    let [last, norm, classifier] =
+        if timm { ["conv_head", "bn2", "classifier"] } else { ["features.18.0", "features.18.1", "classifier.1"] };
+    pair(last.into(), norm.into(), [head, c, 1, 1]);
+    out.insert(format!("{classifier}.weight"), vec![1000, head]);
+    out.insert(format!("{classifier}.bias"), vec![1000]);
+    out
+}
+
+#[test]
+fn mobilenets_of_torchvision_and_timm_are_told_by_their_tensors() {
+    for timm in [false, true] {
+        for (multiplier, count) in [(1.0, 3_504_872), (1.4, 6_108_776), (0.75, 2_636_424), (0.5, 1_968_680)] {
+            let tensors = mobilenet_file(timm, multiplier);
+            let (config, renamed) = detect(&tensors).unwrap();
+            assert_eq!((parameters(&config), config.norm_eps), (count, 1e-5));
+            let ImageFamily::MobileNetV2(m) = &config.family else { panic!("{config:?}") };
+            assert!(m.depth_multiplier == multiplier && !m.tf_padding);
+            assert_eq!(renamed.len(), tensors.len());
+        }
+        // Its first block adds its input, which transformers' does not.
+        assert!(detect(&mobilenet_file(timm, 0.1)).is_none());
     }
 }

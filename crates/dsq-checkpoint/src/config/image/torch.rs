@@ -5,8 +5,9 @@
 use super::{ConvLayer, ImageConfig, ImageFamily, MobileNet, NORM_PARTS, Preparation, Residual, residual};
 use std::collections::HashSet;
 
-/// Depth multipliers of published models.
-const MULTIPLIERS: [f64; 11] = [1.0, 1.4, 1.3, 1.2, 1.1, 0.75, 0.5, 0.35, 0.25, 0.1, 2.0];
+/// Depth multipliers of published models. (Below 0.35 the stem has as many channels as the block behind it, to which torchvision and
+/// timm then add its input, and transformers does not.)
+const MULTIPLIERS: [f64; 9] = [1.0, 1.4, 1.3, 1.2, 1.1, 0.75, 0.5, 0.35, 2.0];
 /// Inverted residuals of each stage, by which timm numbers them.
 const STAGES: [usize; 6] = [2, 3, 4, 3, 3, 1];
 
