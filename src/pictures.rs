@@ -2,9 +2,9 @@
 //! takes. Labels stand at the end of the file names. Not the network, and not the data sets of recipes (see dsq-train's `idx`).
 
 use crate::error::CliError;
-use dsq_checkpoint::{EfficientNetConfig, printable};
+use dsq_checkpoint::{Filter, ImageConfig, Preparation, Resize, printable};
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageReader, Limits};
+use image::{DynamicImage, ImageReader, Limits, RgbImage};
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
@@ -32,12 +32,17 @@ pub fn list(dir: &Path, most: usize) -> Result<Vec<PathBuf>, CliError> {
     Ok(files)
 }
 
-/// Pictures as the model takes them, normalized, `[m, side, side, 3]`.
+/// Pictures as the model takes them, normalized, `[m, h, w, 3]`.
 ///
 /// # Errors
-/// Exit code 3 for a file that is no JPEG picture; 4 for one that cannot be read.
-pub fn read(files: &[PathBuf], model: &EfficientNetConfig) -> Result<Vec<f32>, CliError> {
-    let one = |file: &PathBuf| picture(file, model).map(|pixels| model.normalize(&pixels));
+/// Exit code 2 for a model of pictures without colours; 3 for a file that is no JPEG picture, or one so long that it cannot be resized;
+/// 4 for one that cannot be read.
+pub fn read(files: &[PathBuf], model: &ImageConfig) -> Result<Vec<f32>, CliError> {
+    if model.channels != 3 {
+        let problem = format!("pictures have 3 channels; expected a model that takes 3, got {}", model.channels);
+        return Err(CliError::usage(format!("num_channels: {problem}")));
+    }
+    let one = |file: &PathBuf| picture(file, &model.preparation).map(|pixels| model.preparation.normalize(&pixels));
     Ok(files.par_iter().map(one).collect::<Result<Vec<_>, _>>()?.concat())
 }
 
@@ -54,17 +59,16 @@ pub fn label(file: &Path, classes: usize) -> Result<u32, CliError> {
     })
 }
 
-/// Pictures of `side` pixels, and each mirrored left to right behind them.
-pub fn with_mirrored(mut images: Vec<f32>, side: usize) -> Vec<f32> {
+/// Pictures of this width, and each mirrored left to right behind them.
+pub fn with_mirrored(mut images: Vec<f32>, width: usize) -> Vec<f32> {
     let mirrored: Vec<f32> =
-        images.chunks_exact(side * 3).flat_map(|row| row.chunks_exact(3).rev().flatten()).copied().collect();
+        images.chunks_exact(width * 3).flat_map(|row| row.chunks_exact(3).rev().flatten()).copied().collect();
     images.extend(mirrored);
     images
 }
 
-/// Pixels `[side, side, 3]` of a picture: the central square of `crop` times the shorter side, resized by bicubic
-/// interpolation (a = -0.5, widened where it shrinks), as the model's authors do.
-fn picture(file: &Path, model: &EfficientNetConfig) -> Result<Vec<u8>, CliError> {
+/// Pixels `[h, w, 3]` of a picture, cut out and resized as the model's authors do.
+fn picture(file: &Path, how: &Preparation) -> Result<Vec<u8>, CliError> {
     let at = printable(&file.to_string_lossy());
     let invalid = |e: image::ImageError| match e {
         image::ImageError::IoError(e) if e.kind() != std::io::ErrorKind::UnexpectedEof => {
@@ -80,12 +84,41 @@ fn picture(file: &Path, model: &EfficientNetConfig) -> Result<Vec<u8>, CliError>
     let picture: DynamicImage = reader.decode().map_err(invalid)?;
     let rgb = picture.to_rgb8();
     let (width, height) = rgb.dimensions();
-    let square = ((width.min(height) as f32 * model.crop) as u32).max(1);
-    let (left, top) = ((width - square).div_ceil(2), (height - square).div_ceil(2));
-    let part = image::imageops::crop_imm(&rgb, left, top, square, square).to_image();
-    let side = model.image_size as u32;
-    let pixels = if square == side { part } else { image::imageops::resize(&part, side, side, FilterType::CatmullRom) };
-    Ok(pixels.into_raw())
+    let [h, w] = how.size.map(|side| side as u32);
+    let filter = match how.filter {
+        Filter::Nearest => FilterType::Nearest,
+        Filter::Lanczos => FilterType::Lanczos3,
+        Filter::Bilinear => FilterType::Triangle,
+        Filter::Bicubic => FilterType::CatmullRom,
+    };
+    let resized = |picture: RgbImage, w: u32, h: u32| match picture.dimensions() == (w, h) {
+        true => picture,
+        false => image::imageops::resize(&picture, w, h, filter),
+    };
+    let shorter = width.min(height).max(1);
+    let whole = match how.resize {
+        Resize::Square(share) => {
+            let square = ((shorter as f32 * share) as u32).max(1);
+            let (left, top) = ((width - square).div_ceil(2), (height - square).div_ceil(2));
+            let part = image::imageops::crop_imm(&rgb, left, top, square, square).to_image();
+            return Ok(resized(part, w, h).into_raw());
+        }
+        Resize::Stretched([h, w]) => resized(rgb, w as u32, h as u32),
+        Resize::Shorter(edge) => {
+            // transformers and torchvision cut the fraction off the longer side.
+            let [w, h] = [width, height].map(|side| edge as u64 * u64::from(side) / u64::from(shorter));
+            if w.max(h) > u64::from(MAX_SIDE) {
+                let problem = format!("expected at most {MAX_SIDE} pixels a side once it is resized, got {w} x {h}");
+                return Err(CliError::new(3, format!("{at}: {problem}")));
+            }
+            resized(rgb, w as u32, h as u32)
+        }
+    };
+    // The centre; of half a pixel the even one, as torchvision does.
+    let start = |have: u32, want: u32| (f64::from(have - want) / 2.0).round_ties_even() as u32;
+    let (width, height) = whole.dimensions();
+    let part = image::imageops::crop_imm(&whole, start(width, w), start(height, h), w, h).to_image();
+    Ok(part.into_raw())
 }
 
 #[cfg(test)]
@@ -95,7 +128,7 @@ mod tests {
     #[test]
     fn f088_what_is_no_picture_or_has_no_label_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let model = EfficientNetConfig { image_size: 32, ..EfficientNetConfig::default() };
+        let model = ImageConfig::efficientnet_lite0(32, 1000);
         let e = list(dir.path(), 5).unwrap_err();
         assert!(e.code() == 3 && e.to_string().contains("expected 1 to 5 files .jpg or .jpeg, got 0"), "{e}");
         let file = dir.path().join("a_1.JPG");
@@ -111,6 +144,25 @@ mod tests {
         for name in ["cat.jpg", "cat_.jpg", "cat_1000.jpg", "cat_-1.jpg"] {
             let e = label(Path::new(name), 1000).unwrap_err();
             assert!(e.code() == 3 && e.to_string().contains(name), "{e}");
+        }
+    }
+
+    #[test]
+    fn pictures_are_cut_and_resized_as_torchvision_does() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/image");
+        let kept = dsq_checkpoint::SafetensorsFile::open(&golden.join("picture.safetensors")).unwrap();
+        for (name, size, resize, filter) in [
+            ("shorter_48", [33, 47], Resize::Shorter(48), Filter::Bilinear),
+            ("stretched_40_50", [40, 50], Resize::Stretched([40, 50]), Filter::Bicubic),
+            ("larger_100", [51, 60], Resize::Shorter(100), Filter::Bilinear),
+        ] {
+            let how = Preparation { size, resize, filter, rescale: 1.0, mean: vec![0.0; 3], std: vec![1.0; 3] };
+            let (got, want) = (picture(&golden.join("picture.jpg"), &how).unwrap(), kept.read_stored(name).unwrap().1);
+            assert_eq!(got.len(), want.len(), "{name}");
+            let off: Vec<i32> = got.iter().zip(&want).map(|(g, w)| (i32::from(*g) - i32::from(*w)).abs()).collect();
+            let (mean, worst) = (off.iter().sum::<i32>() as f64 / off.len() as f64, off.iter().max().unwrap());
+            // Two JPEG decoders and two roundings; one pixel off to a side would be tens.
+            assert!(mean < 1.0 && *worst <= 8, "{name}: mean {mean}, worst {worst}");
         }
     }
 

@@ -170,7 +170,7 @@ impl Side {
                 "{}: model_type: dsq eval measures language models here; expected llama, got dsq_resnet",
                 path.display()
             ))),
-            ModelConfig::EfficientNet(_) => Err(CliError::usage(format!(
+            ModelConfig::Image(_) => Err(CliError::usage(format!(
                 "{}: model_type: an image model is measured on pictures; expected --images, got none",
                 path.display()
             ))),

@@ -5,7 +5,7 @@ use super::eval::Args;
 use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{Checkpoint, ModelConfig};
 use dsq_eval::{ImageEval, Report, Row};
-use dsq_runtime::EfficientNetRuntime;
+use dsq_runtime::ImageRuntime;
 use std::path::Path;
 
 /// Most pictures of a folder.
@@ -35,7 +35,7 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
     };
     for (files, labels) in files.chunks(BATCH).zip(labels.chunks(BATCH)) {
         // Each model prepares the pictures in its own way.
-        let run = |r: &EfficientNetRuntime| -> Result<Vec<f32>, CliError> {
+        let run = |r: &ImageRuntime| -> Result<Vec<f32>, CliError> {
             Ok(r.forward(&pictures::read(files, r.config())?, files.len())?)
         };
         let other = reference.as_ref().map(run).transpose()?;
@@ -63,11 +63,11 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
     Ok(0)
 }
 
-fn load(path: &Path) -> Result<EfficientNetRuntime, CliError> {
+fn load(path: &Path) -> Result<ImageRuntime, CliError> {
     let ckpt = Checkpoint::open(path)?;
-    if !matches!(ckpt.config(), ModelConfig::EfficientNet(_)) {
-        let problem = "model_type: --images measures efficientnet_lite0; expected that, got another architecture";
+    if !matches!(ckpt.config(), ModelConfig::Image(_)) {
+        let problem = "model_type: --images measures resnet, mobilenet_v2 and efficientnet_lite0; expected one of them, got another architecture";
         return Err(CliError::usage(format!("{}: {problem}", path.display())));
     }
-    Ok(EfficientNetRuntime::load(&ckpt)?)
+    Ok(ImageRuntime::load(&ckpt)?)
 }

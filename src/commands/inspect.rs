@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Options of `dsq inspect`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder, a GGUF file, an EfficientNet-Lite0 as a PyTorch file, or an ONNX file (`*.onnx`).
+    /// A Hugging Face folder, a GGUF file, an image model as a PyTorch file, or an ONNX file (`*.onnx`).
     model: PathBuf,
     /// Run the model on the prompts of its proof too, and compare the logits.
     #[arg(long)]
@@ -314,9 +314,11 @@ fn describe(config: &ModelConfig) -> String {
             describe_windows(c),
             if c.tie_word_embeddings { ", tied embeddings" } else { "" },
         ),
-        ModelConfig::EfficientNet(c) => format!(
-            "EfficientNet-Lite0: {0}x{0} images, {1} layers, {2} classes, batch norm {3}{4}",
-            c.image_size,
+        ModelConfig::Image(c) => format!(
+            "{}: {}x{} images, {} layers, {} classes, batch norm {}{}",
+            c.title(),
+            c.preparation.size[0],
+            c.preparation.size[1],
             c.layers().len(),
             c.num_classes,
             if c.batch_norm { "as stored" } else { "folded" },

@@ -32,8 +32,8 @@ use std::path::PathBuf;
 /// Options of `dsq quantize`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// A Hugging Face folder with float weights (or, with --requantize, with codes), a GGUF file, or an EfficientNet-Lite0 as a
-    /// PyTorch file.
+    /// A Hugging Face folder with float weights (or, with --requantize, with codes), a GGUF file, or an image model as a PyTorch
+    /// file.
     model: PathBuf,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
@@ -189,7 +189,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let again = args.calibration.resume && Journal::is_writing(&journal::path(&args.out));
     FolderWriter::check(&args.out, args.overwrite || again)?;
     let ckpt = Checkpoint::open(&args.model)?;
-    if let ModelConfig::EfficientNet(model) = ckpt.config() {
+    if let ModelConfig::Image(model) = ckpt.config() {
         args.calibration.check_images()?;
         kv_cache::check_images(args.kv_cache)?;
         return images::run(&args, global, &ckpt, model);

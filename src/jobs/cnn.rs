@@ -59,7 +59,7 @@ pub fn run(job: &CnnJob, start: &mut Start) -> Result<Report, CliError> {
     for r in &results.rows {
         report.rows.push(row(&r.name, &r.top1, r.bits_per_weight));
     }
-    let (exported, clock) = export_and_run(&results, &quant, start)?;
+    let (exported, clock) = export_and_run(&results, &quant, job.quant.onnx, start)?;
     let bits = results.rows.iter().find(|r| r.name == "qat").map_or(f64::NAN, |r| r.bits_per_weight);
     let pictures = (results.test.labels.len() * results.exports.len()) as f64;
     let disagreements: usize = exported.iter().map(|e| e.disagreements).sum();
@@ -89,11 +89,12 @@ struct Exported {
     disagreements: usize,
 }
 
-/// Writes each seed's export (the first seed's as `exported`, the others as `exported-seed-N`) and its folded master
+/// Writes each seed's export (the first seed's as `exported`, the others as `exported-seed-N`; as ONNX files too where the recipe asks) and its folded master
 /// weights, and runs the exports. Returns the time spent in the runtime too.
 fn export_and_run(
     results: &CnnResults,
     quant: &dsq_quant::QuantConfig,
+    onnx: bool,
     start: &Start,
 ) -> Result<(Vec<Exported>, Duration), CliError> {
     let test = &results.test;
@@ -108,6 +109,9 @@ fn export_and_run(
         write_master(export, &named(place::MASTER))?;
         let folder = named(place::EXPORTED);
         export.write(&folder, quant, true)?;
+        if onnx {
+            super::write_onnx(&folder, &folder.with_extension("onnx"))?;
+        }
         let runtime = CnnRuntime::load(&Checkpoint::open(&folder)?)?;
         let classes = export.config.num_classes;
         let (mut eval, mut done) = (ImageEval::new(), 0);

@@ -32,6 +32,8 @@ pub struct Plan {
     gguf: Option<GgufType>,
     /// How the exported folder stores codes.
     folder: FolderFormat,
+    /// Whether it becomes an ONNX file too.
+    onnx: bool,
     config: dsq_checkpoint::LlamaConfig,
     quant: QuantConfig,
     train: LmTrainConfig,
@@ -103,8 +105,8 @@ pub fn plan(job: &LmJob, recipe_path: &Path, seed: u64) -> Result<Plan, CliError
             format!("{}: expected at least 2 tokens, got {got}", job.heldout_text.path.display()),
         ));
     }
-    let (gguf, folder) = (job.quant.gguf, job.quant.folder);
-    Ok(Plan { gguf, folder, config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
+    let (gguf, folder, onnx) = (job.quant.gguf, job.quant.folder, job.quant.onnx);
+    Ok(Plan { gguf, folder, onnx, config, quant, train, tokenizer: bytes, train_tokens, heldout_tokens, sketch })
 }
 
 impl Plan {
@@ -226,7 +228,11 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
         })
         .collect();
     let out = run.join(place::EXPORTED);
-    Ok(export_folder_as(plan.folder, &out, &config, tensors, Some(&plan.quant), aux(), true)?)
+    let proof = export_folder_as(plan.folder, &out, &config, tensors, Some(&plan.quant), aux(), true)?;
+    if plan.onnx {
+        super::write_onnx(&out, &run.join(place::EXPORTED_ONNX))?;
+    }
+    Ok(proof)
 }
 
 /// Writes the GGUF file of the master weights: the encoder is that of the forward pass, so the blocks are those that were trained on.

@@ -5,6 +5,7 @@ pub mod cnn;
 pub mod lm;
 
 use crate::{Global, error::CliError, recipe::Recipe};
+use dsq_checkpoint::{Checkpoint, OnnxExport, OnnxOptions};
 use dsq_train::Control;
 use std::path::Path;
 
@@ -14,6 +15,8 @@ pub mod place {
     pub const EXPORTED: &str = "exported";
     /// The export of a recipe on blocks of GGUF.
     pub const EXPORTED_GGUF: &str = "exported.gguf";
+    /// The same as an ONNX file, where the recipe asks for one.
+    pub const EXPORTED_ONNX: &str = "exported.onnx";
     /// The f32 master weights that the export's codes were computed from, as a float folder.
     pub const MASTER: &str = "master";
     /// The float model, before QAT.
@@ -51,6 +54,14 @@ pub struct Start<'a> {
     pub global: &'a Global,
     /// Told after each step; its answer `Stop` saves and ends.
     pub on_tick: &'a mut dyn FnMut(&Tick) -> Control,
+}
+
+/// Writes `folder` as an ONNX file; a file of an earlier run is replaced.
+fn write_onnx(folder: &Path, out: &Path) -> Result<(), CliError> {
+    let ckpt = Checkpoint::open(folder)?;
+    let options = OnnxOptions { overwrite: true, ..OnnxOptions::default() };
+    OnnxExport::new(&ckpt, out, options)?.write(&mut || ())?;
+    Ok(())
 }
 
 /// What can be wrong with a model folder that a job is about to write, found before the work.

@@ -4,7 +4,7 @@
 mod reader;
 
 use crate::error::CliError;
-use dsq_checkpoint::{FolderFormat, GgufType, LlamaConfig, ModelConfig, fit_problem};
+use dsq_checkpoint::{FolderFormat, GgufType, LlamaConfig, ModelConfig, fit_problem, onnx_problem};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
@@ -111,6 +111,9 @@ pub struct QuantSettings {
     /// How the exported folder stores codes.
     #[serde(skip_serializing_if = "is_compressed_tensors")]
     pub folder: FolderFormat,
+    /// Whether the exported folder becomes an ONNX file too.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub onnx: bool,
 }
 
 fn is_compressed_tensors(format: &FolderFormat) -> bool {
@@ -242,9 +245,9 @@ fn read_cnn(root: &mut Section, mut model: Section, seed: u64) -> Result<CnnJob,
         save_every,
     };
     qat.finish()?;
-    let quant = read_quant(root.table("quant")?, false)?;
+    let mut quant = read_quant(root.table("quant")?, false)?;
     if let Some(mut export) = root.optional_table("export")? {
-        export.choice("format", &[("compressed-tensors", ())], Some(()))?;
+        quant.onnx = export.choice("format", &[("compressed-tensors", false), ("onnx", true)], Some(false))?;
         export.finish()?;
     }
     Ok(CnnJob { train: config, data_sha256: hashes, quant })
@@ -289,16 +292,19 @@ fn read_lm(root: &mut Section, model: Section) -> Result<LmJob, CliError> {
 
     if let Some(mut export) = root.optional_table("export")? {
         let folders = [
-            ("compressed-tensors", Some(FolderFormat::CompressedTensors)),
-            ("gptq", Some(FolderFormat::GptqV1)),
-            ("gptq_v2", Some(FolderFormat::GptqV2)),
-            ("awq", Some(FolderFormat::Awq)),
-            ("gguf", None),
+            ("compressed-tensors", (Some(FolderFormat::CompressedTensors), false)),
+            ("gptq", (Some(FolderFormat::GptqV1), false)),
+            ("gptq_v2", (Some(FolderFormat::GptqV2), false)),
+            ("awq", (Some(FolderFormat::Awq), false)),
+            ("gguf", (None, false)),
+            ("onnx", (Some(FolderFormat::CompressedTensors), true)),
         ];
-        let format = export.choice("format", &folders, Some(folders[0].1))?;
+        let (format, onnx) = export.choice("format", &folders, Some(folders[0].1))?;
+        quant.onnx = onnx;
         check_format(&export, format.is_none(), &quant)?;
         quant.folder = format.unwrap_or_default();
         check_folder(&export, &quant, &config)?;
+        check_onnx(&export, &quant, &config)?;
         export.finish()?;
     } else {
         check_format(root, false, &quant)?;
@@ -363,6 +369,25 @@ fn check_folder(section: &Section, quant: &QuantSettings, model: &LlamaConfig) -
         }
         if let Some(problem) = fit_problem(format, weights, spec.n(), spec.k()) {
             return refuse(format!("{}: {problem}", spec.module));
+        }
+    }
+    Ok(())
+}
+
+/// The graph of a language model has integer codes in blocks, and no grids of inputs.
+fn check_onnx(section: &Section, quant: &QuantSettings, model: &LlamaConfig) -> Result<(), CliError> {
+    if !quant.onnx {
+        return Ok(());
+    }
+    if quant.scheme.activations.is_some() {
+        let problem = "ONNX has no grids of inputs for a language model; expected float activations, as W4A16";
+        return Err(section.error(format!("export.format: {problem}")));
+    }
+    let scheme = quant.config()?;
+    for spec in ModelConfig::Llama(model.clone()).linears() {
+        let args = scheme.scheme_for(&spec.module).map(|s| s.weights);
+        if let Some(problem) = args.and_then(|a| onnx_problem(&a, spec.n(), spec.k())) {
+            return Err(section.error(format!("export.format: {}: {problem}", spec.module)));
         }
     }
     Ok(())
@@ -598,7 +623,7 @@ fn read_quant(mut quant: Section, language: bool) -> Result<QuantSettings, CliEr
         scheme.weights.check().map_err(|e| quant.error(e))?;
     }
     quant.finish()?;
-    Ok(QuantSettings { scheme, ignore, gguf: None, folder: FolderFormat::default() })
+    Ok(QuantSettings { scheme, ignore, gguf: None, folder: FolderFormat::default(), onnx: false })
 }
 
 /// Blocks of GGUF, which leave no choice but that of the layers.
@@ -621,7 +646,7 @@ fn read_gguf_quant(mut quant: Section, ty: GgufType, language: bool) -> Result<Q
     let scheme =
         QuantScheme::preset(nearest, Granularity::PerGroup(group), FloatType::F16).map_err(|e| quant.error(e))?;
     quant.finish()?;
-    Ok(QuantSettings { scheme, ignore, gguf: Some(ty), folder: FolderFormat::default() })
+    Ok(QuantSettings { scheme, ignore, gguf: Some(ty), folder: FolderFormat::default(), onnx: false })
 }
 
 /// Which weights share a scale: what `granularity` says, else groups of `group_size`, else what is usual for the scheme, as in

@@ -201,6 +201,9 @@ def image_integers(path, x):
                     torch.nn.functional.pad(x, (left, right, top, bottom)), w, stride=stride, groups=attributes["group"]))
             case "Gemm":
                 out = product(node, lambda x, w: x @ w.T)
+            case "MaxPool":
+                out = torch.nn.functional.max_pool2d(torch.from_numpy(given[0]), attributes["kernel_shape"], attributes["strides"],
+                                                     attributes["pads"][:2]).numpy()
             case "GlobalAveragePool":
                 pixels = given[0].reshape(*given[0].shape[:2], -1)
                 out = (np.cumsum(pixels, -1, dtype=np.float32)[..., -1:] * np.float32(1 / pixels.shape[2]))[..., None]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 
+import image_checks
 import onnx_checks
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -982,6 +983,7 @@ def checks():
     yield "onnx-images lite0 float", onnx_lite0
     for name in onnx_checks.IMAGE_EXPORTS:
         yield f"onnx-images lite0 {name}", lambda ctx, n=name: onnx_lite0(ctx, n)
+    yield from image_checks.checks(expect, Skipped)
     yield "gguf-tokenizer smollm2", gguf_tokenizer
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float

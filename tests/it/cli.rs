@@ -515,7 +515,8 @@ fn f041_an_unknown_architecture_is_refused_by_name_in_every_command() {
     m.with_config("packed", "neox", json!({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}));
     let want = "neox/config.json: model_type: architecture not supported; expected llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), \
                 qwen3 (Qwen3ForCausalLM), mistral (MistralForCausalLM), mixtral (MixtralForCausalLM), \
-                deepseek_v2 (DeepseekV2ForCausalLM), deepseek_v3 (DeepseekV3ForCausalLM), dsq_resnet or efficientnet_lite0, got gpt_neox\n";
+                deepseek_v2 (DeepseekV2ForCausalLM), deepseek_v3 (DeepseekV3ForCausalLM), resnet (ResNetForImageClassification), \
+                mobilenet_v2 (MobileNetV2ForImageClassification), dsq_resnet or efficientnet_lite0, got gpt_neox\n";
     for args in [
         &["run", "neox", "--prompt", "x"][..],
         &["bench", "neox"],

@@ -3,10 +3,10 @@
 //! committed nor fetched here: see `.ci/fetch-models.sh`.
 
 use crate::command::{cached, fails, text, works};
-use dsq_checkpoint::{Checkpoint, EfficientNetConfig, ExportTensor, ModelConfig, export_folder};
+use dsq_checkpoint::{Checkpoint, ExportTensor, ImageConfig, ModelConfig, export_folder};
 use dsq_quant::{FloatType, Granularity, QuantConfig, QuantScheme};
-use dsq_runtime::EfficientNetRuntime;
-use dsq_train::ptq::cnn::{CnnMethod, CnnOutcome, CnnSettings, quantize_efficientnet};
+use dsq_runtime::ImageRuntime;
+use dsq_train::ptq::cnn::{CnnMethod, CnnOutcome, CnnSettings, quantize_images};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::Path;
@@ -28,9 +28,9 @@ fn tensors_and_logits_are_those_of_torch() {
     let found: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
     assert_eq!(found, golden["tensors_sha256"].as_str().unwrap(), "values of the tensors, 50 of them with odd strides");
 
-    let runtime = EfficientNetRuntime::load(&ckpt).unwrap();
+    let runtime = ImageRuntime::load(&ckpt).unwrap();
     let pixels: Vec<u8> = (0..224 * 224 * 3).map(|p: u64| (p * 7919 % 251) as u8).collect();
-    let logits = runtime.forward(&runtime.config().normalize(&pixels), 1).unwrap();
+    let logits = runtime.forward(&runtime.config().preparation.normalize(&pixels), 1).unwrap();
     // torch's own f32 pass is off by `float32_error` (5.4e-6) from its f64 one; ours adds in another order and folds batch norm,
     // which rounds every weight once more: ten times that. What is told apart are the logits of wrong padding or a wrong
     // epsilon, which differ by tenths.
@@ -105,7 +105,11 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
     fails(&["eval", text(&model)], 2, &["--text"]);
     fails(&["eval", text(&model), "--images", text(dir.path())], 3, &["expected 1 to 100000 files"]);
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/llama_tiny");
-    fails(&["eval", text(&tiny), "--images", text(dir.path())], 2, &["--images measures efficientnet_lite0"]);
+    fails(
+        &["eval", text(&tiny), "--images", text(dir.path())],
+        2,
+        &["--images measures resnet, mobilenet_v2 and efficientnet_lite0"],
+    );
     fails(&["quantize", text(&tiny), "--out", text(&out), "--equalize"], 2, &["--equalize: only for image models"]);
     let float = ["quantize", text(&model), "--out", text(&out), "--scheme", "W4A16", "--activation-percentile", "99"];
     fails(&float, 2, &["--activation-percentile: expected a scheme with quantized activations, as W4A8, got W4A16"]);
@@ -115,7 +119,7 @@ fn what_an_image_model_cannot_take_is_refused_by_name() {
 
 /// A network with weights of no meaning, as a float folder, for pictures of 32 x 32.
 fn random_model(dir: &Path) -> Checkpoint {
-    let config = EfficientNetConfig { image_size: 32, num_classes: 10, ..EfficientNetConfig::default() };
+    let config = ImageConfig::efficientnet_lite0(32, 10);
     let mut seed = 7u64;
     let mut uniform = |lo: f32, hi: f32| {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -141,7 +145,7 @@ fn random_model(dir: &Path) -> Checkpoint {
             }
         }
     }
-    export_folder(dir, &ModelConfig::EfficientNet(config), tensors, None, Vec::new(), false).unwrap();
+    export_folder(dir, &ModelConfig::Image(config), tensors, None, Vec::new(), false).unwrap();
     Checkpoint::open(dir).unwrap()
 }
 
@@ -168,7 +172,7 @@ fn write(out: &Path, outcome: &CnnOutcome, scheme: &QuantConfig) {
             },
         });
     }
-    let model = ModelConfig::EfficientNet(outcome.config.clone());
+    let model = ModelConfig::Image(outcome.config.clone());
     export_folder(out, &model, tensors, Some(scheme), Vec::new(), false).unwrap();
 }
 
@@ -177,12 +181,12 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     let ckpt = random_model(&dir.path().join("float"));
     let pixels: Vec<u8> = (0..3 * 32 * 32 * 3).map(|p: u64| (p * p * 31 % 251) as u8).collect();
-    let ModelConfig::EfficientNet(config) = ckpt.config() else { panic!("another architecture") };
-    let images = config.normalize(&pixels);
-    let float = EfficientNetRuntime::load(&ckpt).unwrap().forward(&images, 3).unwrap();
+    let ModelConfig::Image(config) = ckpt.config() else { panic!("another architecture") };
+    let images = config.preparation.normalize(&pixels);
+    let float = ImageRuntime::load(&ckpt).unwrap().forward(&images, 3).unwrap();
     let run_at = |scheme: &QuantConfig, method, equalize, percentile| {
         let settings = CnnSettings { config: scheme, method, equalize, correct_bias: equalize, percentile };
-        quantize_efficientnet(&ckpt, settings, &images, &mut |_, _| {}).unwrap()
+        quantize_images(&ckpt, settings, &images, &mut |_, _| {}).unwrap()
     };
     let run = |scheme: &QuantConfig, method, equalize| run_at(scheme, method, equalize, None);
     // Of the wide layers only the first are quantized: the factors of the last take minutes of nothing new.
@@ -202,7 +206,7 @@ fn the_calibrated_graph_is_the_exported_one_bit_for_bit() {
         write(&out, &outcome, &scheme);
         let ckpt = Checkpoint::open(&out).unwrap();
         assert!(ckpt.faults().is_empty(), "{:?}", ckpt.faults());
-        let runtime = EfficientNetRuntime::load(&ckpt).unwrap();
+        let runtime = ImageRuntime::load(&ckpt).unwrap();
         let logits = runtime.forward(&images, 3).unwrap();
         let same = logits.iter().zip(&outcome.logits).all(|(a, b)| a.to_bits() == b.to_bits());
         assert!(same && logits.len() == 30 && logits != float, "{name}: {logits:?} {:?}", outcome.logits);

@@ -11,13 +11,13 @@ use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
 use crate::safetensors::read_at;
 use crate::tensor::{extend_floats, float_bytes, floats_from_bytes};
-use crate::{CheckpointError, Dtype, EfficientNetConfig, Fault, ModelConfig, TensorInfo};
+use crate::{CheckpointError, Dtype, Fault, ImageConfig, ModelConfig, TensorInfo};
 use dsq_quant::{ColumnOrder, FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 /// Files beside the weights that belong to a model; an export copies them byte for byte.
-pub const AUX_FILES: [&str; 9] = [
+pub const AUX_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
@@ -27,13 +27,14 @@ pub const AUX_FILES: [&str; 9] = [
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
 ];
 
 /// Largest file beside the weights that is read.
 const MAX_AUX_BYTES: u64 = 1 << 30;
 
-/// A model on disk: a Hugging Face folder (float, compressed-tensors, GPTQ or AWQ), one GGUF file, or the state dict of an
-/// EfficientNet-Lite0 in a PyTorch file.
+/// A model on disk: a Hugging Face folder (float, compressed-tensors, GPTQ or AWQ), one GGUF file, or the state dict of an image
+/// model in a PyTorch file.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -110,7 +111,10 @@ impl Checkpoint {
     fn open_folder(dir: &Path) -> Result<Self, CheckpointError> {
         let file = dir.join("config.json");
         let value = read_json(&file)?;
-        let (config, mut faults) = ModelConfig::from_value(&value, &file)?;
+        let (mut config, mut faults) = ModelConfig::from_value(&value, &file)?;
+        if let ModelConfig::Image(c) = &mut config {
+            c.read_preparation(dir, &mut faults)?;
+        }
         let quantization = match value.get("quantization_config").filter(|v| !v.is_null()) {
             Some(v) => Some(QuantizationConfig::from_value(v, &file)?),
             None => None,
@@ -144,17 +148,20 @@ impl Checkpoint {
         Ok(Self { path: path.to_path_buf(), config, quantization: None, source, faults: Vec::new() })
     }
 
-    /// A PyTorch file has no config: the architecture is told by the names and shapes of its tensors.
+    /// A PyTorch file has no config: the architecture is told by the names and shapes of its tensors, which get the names of a
+    /// Hugging Face folder where the architecture has such.
     fn open_pytorch(path: &Path) -> Result<Self, CheckpointError> {
-        let file = PytorchFile::open(path)?;
-        let config = EfficientNetConfig::detect(|name| file.info(name).map(|i| i.shape)).ok_or_else(|| {
+        let mut file = PytorchFile::open(path)?;
+        let found = ImageConfig::detect(&file.names(), |name| file.info(name).map(|i| i.shape));
+        let (config, renamed) = found.ok_or_else(|| {
             let first = file.names().into_iter().next().unwrap_or_default();
-            let problem =
-                "expected the tensors of an EfficientNet-Lite0 (names of efficientnet-lite-pytorch), got others";
+            let problem = "expected the tensors of a ResNet or MobileNetV2 (names of torchvision or timm) or an \
+                           EfficientNet-Lite0 (names of efficientnet-lite-pytorch), and no others; got something else";
             CheckpointError::invalid(path, first, problem)
                 .with_hint("other PyTorch models are not known here: give a Hugging Face folder with safetensors")
         })?;
-        let (config, source, faults) = (ModelConfig::EfficientNet(config), Source::Pytorch(file), Vec::new());
+        file.rename(renamed);
+        let (config, source, faults) = (ModelConfig::Image(config), Source::Pytorch(file), Vec::new());
         let mut out = Self { path: path.to_path_buf(), config, quantization: None, source, faults };
         let found = crate::checks::check_tensors(&out)?;
         out.faults.extend(found);
@@ -601,8 +608,9 @@ impl Checkpoint {
                 }
                 read_bounded(&path, MAX_AUX_BYTES).map(Some)
             }
-            Source::Gguf(g) => Ok(g.aux_files()?.into_iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes)),
-            Source::Pytorch(_) => Ok(None),
+            Source::Gguf(_) | Source::Pytorch(_) => {
+                Ok(self.aux_files()?.into_iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes))
+            }
         }
     }
 
@@ -622,7 +630,10 @@ impl Checkpoint {
                 Ok(out)
             }
             Source::Gguf(g) => g.aux_files(),
-            Source::Pytorch(_) => Ok(Vec::new()),
+            Source::Pytorch(_) => match &self.config {
+                ModelConfig::Image(c) => Ok(c.preparation_file().into_iter().collect()),
+                _ => Ok(Vec::new()),
+            },
         }
     }
 

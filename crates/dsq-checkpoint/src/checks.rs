@@ -265,7 +265,7 @@ fn check_unused(ckpt: &Checkpoint, name: &str, problems: &mut Problems) -> bool 
             return false;
         }
     }
-    if matches!(ckpt.config(), ModelConfig::EfficientNet(c) if c.is_counter(name)) {
+    if matches!(ckpt.config(), ModelConfig::Image(c) if c.is_counter(name)) {
         return false;
     }
     let last = name.rsplit('.').next().unwrap_or_default();

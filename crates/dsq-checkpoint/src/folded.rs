@@ -4,14 +4,14 @@
 use crate::{Checkpoint, CheckpointError, ConvLayer, LinearWeight, ModelConfig};
 
 impl Checkpoint {
-    /// Weight `[n, c, kh, kw]` and bias `[n]` of a layer of an EfficientNet: `w * gamma / sqrt(var + eps)` and
+    /// Weight `[n, c, kh, kw]` and bias `[n]` of a layer of an image model: `w * gamma / sqrt(var + eps)` and
     /// `beta - mean * gamma / sqrt(var + eps)`, computed in f64 and rounded once; as stored where there is no batch norm.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] for tensors that are absent, a variance below 0, or another architecture; I/O errors.
     pub fn folded(&self, layer: &ConvLayer) -> Result<(Vec<f32>, Vec<f32>), CheckpointError> {
-        let ModelConfig::EfficientNet(config) = self.config() else {
-            return Err(self.invalid("model_type", "expected an EfficientNet, got another architecture"));
+        let ModelConfig::Image(config) = self.config() else {
+            return Err(self.invalid("model_type", "expected an image model, got another architecture"));
         };
         let weight = self.linear(&layer.module)?;
         let Some(norm) = layer.norm.as_ref().filter(|_| config.batch_norm) else {

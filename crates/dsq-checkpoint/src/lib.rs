@@ -28,8 +28,9 @@ mod write;
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use columns::{CommonScheme, FolderFormat, convert_layer, convert_layers, finish_layer, fit_problem};
 pub use config::{
-    Biases, ConvLayer, EfficientNetConfig, Experts, Groups, LATENT_NORM_EPS, Latent, LinearSpec, LlamaConfig,
-    ModelConfig, ResNetConfig, RopeScaling, Rotary, Routing, Scores, Yarn,
+    Activation, Biases, ConvLayer, Experts, Filter, Groups, ImageConfig, ImageFamily, LATENT_NORM_EPS, Latent,
+    LinearSpec, LlamaConfig, MAX_POOL, MobileNet, ModelConfig, Padding, Pool, Preparation, ResNetConfig, Residual,
+    Resize, RopeScaling, Rotary, Routing, Scores, Yarn,
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
@@ -38,7 +39,7 @@ pub use export::{
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};
 pub use groups::check_groups;
-pub use onnx::{OnnxExport, OnnxFile, OnnxOptions, OnnxTensor};
+pub use onnx::{OnnxExport, OnnxFile, OnnxOptions, OnnxTensor, onnx_problem};
 #[cfg(fuzzing)]
 pub use pytorch::read_pytorch;
 pub use quantization::{QuantizationConfig, QuantizationGroup};

@@ -1,4 +1,4 @@
-//! Float models with gradients on Burn: the Llama family, and (see `resnet`) a small residual network. They load
+//! Float models with gradients on Burn: the Llama family, image models (`image`), and (see `resnet`) a small residual network. They load
 //! from and save to checkpoints under the names of the public formats.
 //!
 //! Not quantization policy or training loops (see `dsq-train`), and not the inference runtime (see `dsq-runtime`):
@@ -7,6 +7,7 @@
 mod error;
 mod experts;
 pub mod fake_quant;
+mod image;
 mod latent;
 pub mod layers;
 mod learned_grid;
@@ -20,6 +21,7 @@ pub mod resnet;
 pub use dsq_kernels::train::IGNORED;
 pub use error::ModelError;
 pub use experts::{Experts, FeedForward, Routed, Router};
+pub use image::ImageModel;
 pub use latent::LatentAttention;
 pub use learned_grid::LearnedGrid;
 pub use learned_input::LearnedInput;

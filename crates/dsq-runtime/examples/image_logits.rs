@@ -1,9 +1,9 @@
-//! Logits of an image model for given inputs: `image_logits MODEL IMAGES.safetensors OUT.safetensors`. IMAGES has `images` F32 `[m, c, side,
-//! side]`, normalized; OUT gets `logits` F32 `[m, classes]`. For tests/conformance, which compares them with onnxruntime; no evaluation.
+//! Logits of an image model for given inputs: `image_logits MODEL IMAGES.safetensors OUT.safetensors`. IMAGES has `images` F32 `[m, c, h,
+//! w]`, normalized; OUT gets `logits` F32 `[m, classes]`. For tests/conformance, which compares them with onnxruntime; no evaluation.
 
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, SafetensorsFile, TensorData, write_safetensors};
 use dsq_quant::FloatType;
-use dsq_runtime::{CnnRuntime, EfficientNetRuntime};
+use dsq_runtime::{CnnRuntime, ImageRuntime};
 use std::path::Path;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -16,12 +16,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let m = x.len() / (c.in_channels * c.image_size * c.image_size);
             (CnnRuntime::load(&ckpt)?.forward(&x, m)?, c.num_classes)
         }
-        ModelConfig::EfficientNet(c) => {
+        ModelConfig::Image(c) => {
             // The runtime has the channels last.
-            let (pixels, m) = (c.image_size * c.image_size, x.len() / (3 * c.image_size * c.image_size));
-            let at = |i: usize| x[i / (3 * pixels) * 3 * pixels + i % 3 * pixels + i / 3 % pixels];
+            let (pixels, depth) = (c.preparation.size[0] * c.preparation.size[1], c.channels);
+            let m = x.len() / (depth * pixels);
+            let at = |i: usize| x[i / (depth * pixels) * depth * pixels + i % depth * pixels + i / depth % pixels];
             let last: Vec<f32> = (0..x.len()).map(at).collect();
-            (EfficientNetRuntime::load(&ckpt)?.forward(&last, m)?, c.num_classes)
+            (ImageRuntime::load(&ckpt)?.forward(&last, m)?, c.num_classes)
         }
         ModelConfig::Llama(_) => return Err("expected an image model, got a language model".into()),
     };

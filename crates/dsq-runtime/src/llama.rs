@@ -306,7 +306,7 @@ impl Head<'_> {
 pub(crate) fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeError> {
     match model.config() {
         ModelConfig::Llama(config) => Ok(config),
-        ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => Err(RuntimeError::Model {
+        ModelConfig::ResNet(_) | ModelConfig::Image(_) => Err(RuntimeError::Model {
             file: model.path().display().to_string(),
             problem: "expected a language model, got an image model".into(),
         }),

@@ -1,4 +1,5 @@
-//! The small per-channel steps around a convolution: scale and shift, and the mean over a picture. Not batch norm.
+//! The small per-channel steps around a convolution: scale and shift, the mean over a picture, the largest of neighbours. Not
+//! batch norm.
 //!
 //! Shapes: `x [rows, c]`, `scale`, `shift` `[c]`. Layout: channels last. Requires: nothing. Order: element by element; a
 //! mean is one chain over the pixels; parameter gradients as in `batch_norm`. Error: a multiplication and an addition, each
@@ -94,6 +95,27 @@ pub fn mean_pool(x: &[f32], pixels: usize, c: usize) -> Vec<f32> {
     out
 }
 
+/// The largest value of each `kernel` x `kernel` pixels, `stride` apart, that lie within the picture (PyTorch's `MaxPool2d`):
+/// `[m, h, w, c]` gives `[m, oh, ow, c]`, and `[oh, ow]` too, `(h + 2 pad - kernel) / stride + 1`.
+///
+/// # Panics
+/// When lengths disagree, or `pad` is more than half the kernel (a window would hold no pixel).
+pub fn max_pool(x: &[f32], [h, w]: [usize; 2], c: usize, [kernel, stride, pad]: [usize; 3]) -> (Vec<f32>, [usize; 2]) {
+    assert!(h * w * c > 0 && x.len().is_multiple_of(h * w * c), "pool shapes");
+    assert!(2 * pad <= kernel && kernel <= h.min(w) + 2 * pad, "pool windows");
+    let [oh, ow] = [h, w].map(|d| (d + 2 * pad - kernel) / stride + 1);
+    let mut out = vec![f32::NEG_INFINITY; x.len() / (h * w) * oh * ow];
+    out.par_chunks_mut(oh * ow * c).zip(x.par_chunks(h * w * c)).for_each(|(out, x)| {
+        for (p, out) in out.chunks_exact_mut(c).enumerate() {
+            let inside = |at: usize, d: usize| (at * stride).saturating_sub(pad)..(at * stride + kernel - pad).min(d);
+            for pixel in inside(p / ow, h).flat_map(|y| inside(p % ow, w).map(move |x| y * w + x)) {
+                out.iter_mut().zip(&x[pixel * c..]).for_each(|(o, v)| *o = if *v > *o || v.is_nan() { *v } else { *o });
+            }
+        }
+    });
+    (out, [oh, ow])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,6 +138,16 @@ mod tests {
         }
         // Small integers: the sums are exact in any order.
         assert_eq!(affine_dparams(&x, &g, c), [dscale.to_vec(), dshift.to_vec()]);
+    }
+
+    #[test]
+    fn the_largest_of_neighbours_is_of_pixels_inside() {
+        // 3 x 4 pixels of two channels, all below 0: zeros around would win.
+        let x: Vec<f32> = (0..24).map(|i| if i % 2 == 0 { -1.0 - i as f32 } else { i as f32 - 100.0 }).collect();
+        let (y, size) = max_pool(&x, [3, 4], 2, [3, 2, 1]);
+        assert_eq!(size, [2, 2]);
+        assert_eq!(y, [-1.0, -89.0, -3.0, -85.0, -9.0, -81.0, -11.0, -77.0]);
+        assert!(max_pool(&[1.0, f32::NAN, 0.0, 2.0], [2, 2], 1, [3, 2, 1]).0[0].is_nan());
     }
 
     #[test]

@@ -11,14 +11,14 @@ mod codes;
 mod float;
 pub(crate) mod gemm;
 mod int;
-mod same;
+mod padded;
 
-pub use affine::{affine_dparams, affine_dx, affine_forward, affine_sums, mean_pool};
+pub use affine::{affine_dparams, affine_dx, affine_forward, affine_sums, max_pool, mean_pool};
 pub use batch_norm::{BatchNormGrads, batch_norm_backward, batch_norm_forward};
 pub use codes::{CodeGradients, code_bytes, code_gradient, code_values, learned_code_gradient, min_max};
 pub use float::{conv_f32, conv_f32_dw, conv_f32_dx};
 pub use int::IntConv;
-pub use same::SameConv;
+pub use padded::PaddedConv;
 
 /// Rows (output pixels) that one im2col block holds: 64 rows of a 3x3 convolution over 64 channels are 147 KB of f32.
 pub(crate) const BLOCK: usize = 64;

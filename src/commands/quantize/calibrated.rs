@@ -453,7 +453,7 @@ pub(super) fn quantize<'a>(
     let float_dtype = args.dtype.or(default_dtype(ckpt));
     let layers = match ckpt.config() {
         ModelConfig::Llama(c) => c.num_hidden_layers,
-        ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => 0,
+        ModelConfig::ResNet(_) | ModelConfig::Image(_) => 0,
     };
     let bar = output::progress(1, "quantize {bar:30} {percent}% {msg} {eta}");
     let mut on_progress = |p: &PtqProgress| {

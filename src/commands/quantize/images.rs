@@ -4,7 +4,7 @@
 use super::{Args, GranularityName, Method, ObserverName, calibrated, source_record, workers};
 use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, EfficientNetConfig, ExportTensor, ModelConfig, Proof, export_folder, printable,
+    Checkpoint, CheckpointError, ExportTensor, ImageConfig, ModelConfig, Proof, export_folder, printable,
 };
 use dsq_quant::{FloatType, Granularity, Mapping, Percentile, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::TrainError;
@@ -42,7 +42,7 @@ impl ImageArgs {
 }
 
 /// Runs the command on an image model.
-pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &EfficientNetConfig) -> Result<u8, CliError> {
+pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &ImageConfig) -> Result<u8, CliError> {
     let at = printable(&args.model.to_string_lossy());
     if ckpt.quantization().is_some() {
         let problem = "the model is quantized already; expected float weights, got codes";
@@ -73,7 +73,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
             .with_hint("give --calib DIR, pictures of the kind that the model will see; labels are not looked at"));
     };
     let files = pictures::list(dir, MAX_PICTURES)?;
-    let images = pictures::with_mirrored(pictures::read(&files, model)?, model.image_size);
+    let images = pictures::with_mirrored(pictures::read(&files, model)?, model.preparation.size[1]);
     let settings = CnnSettings {
         config: &config,
         method,
@@ -86,24 +86,24 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Effic
         bar.set_length(total as u64);
         bar.set_position(done as u64);
     };
-    let outcome = workers(global)?.install(|| cnn::quantize_efficientnet(ckpt, settings, &images, &mut progress));
+    let outcome = workers(global)?.install(|| cnn::quantize_images(ckpt, settings, &images, &mut progress));
     bar.finish_and_clear();
     let outcome = outcome.map_err(|e| match e {
         TrainError::Quant { module, source } => CheckpointError::quant(&args.model, module, source).into(),
         other => CliError::from(other),
     })?;
     let errors: Vec<(String, f64)> = outcome.layers.iter().map(|l| (l.module.clone(), l.error)).collect();
-    let model = ModelConfig::EfficientNet(outcome.config);
+    let model = ModelConfig::Image(outcome.config);
     let mut tensors = Vec::new();
     for layer in outcome.layers {
         tensors.extend(exported(args, ckpt, layer)?);
     }
-    let proof = export_folder(&args.out, &model, tensors, Some(&config), Vec::new(), args.overwrite)?;
+    let proof = export_folder(&args.out, &model, tensors, Some(&config), ckpt.aux_files()?, args.overwrite)?;
     report(args, global, &proof, &errors, files.len());
     Ok(0)
 }
 
-fn quant_config(args: &Args, model: &EfficientNetConfig) -> Result<QuantConfig, CliError> {
+fn quant_config(args: &Args, model: &ImageConfig) -> Result<QuantConfig, CliError> {
     if let Some(GranularityName::Group | GranularityName::Tensor) = args.granularity {
         return Err(CliError::usage("--granularity: expected channel for an image model, got another"));
     }

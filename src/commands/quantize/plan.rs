@@ -152,7 +152,7 @@ impl Run<'_> {
         blocks.remove("lm_head");
         let (hidden, vocabulary) = match self.model {
             ModelConfig::Llama(c) => (c.hidden_size as f64, c.vocab_size as f64),
-            ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => (0.0, 0.0),
+            ModelConfig::ResNet(_) | ModelConfig::Image(_) => (0.0, 0.0),
         };
         let floats = outlines.iter().map(|o| match o {
             Outline::Plain { dtype, .. } => o.values() as f64 * dtype.size() as f64,

@@ -1,16 +1,19 @@
 //! `config.json`: which model the tensors make up. Every key is honoured or refused by name; nothing is ignored that
 //! changes what the model computes.
 
-mod efficientnet;
 mod experts;
 pub(crate) mod fields;
+mod image;
 mod latent;
 mod llama;
 mod resnet;
 mod rope;
 
-pub use efficientnet::{ConvLayer, EfficientNetConfig};
 pub use experts::{Experts, Groups, Routing, Scores};
+pub use image::{
+    Activation, ConvLayer, Filter, ImageConfig, ImageFamily, MAX_POOL, MobileNet, Padding, Pool, Preparation, Residual,
+    Resize,
+};
 pub use latent::{LATENT_NORM_EPS, Latent};
 pub(crate) use llama::short;
 pub use llama::{Biases, LlamaConfig};
@@ -52,8 +55,8 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// dsq's own residual network for small images.
     ResNet(ResNetConfig),
-    /// EfficientNet-Lite0.
-    EfficientNet(EfficientNetConfig),
+    /// A classifier of pictures: resnet, mobilenet_v2 or EfficientNet-Lite0.
+    Image(ImageConfig),
 }
 
 impl ModelConfig {
@@ -79,15 +82,18 @@ impl ModelConfig {
         };
         let mut faults = Vec::new();
         let language = llama::FAMILY.iter().find(|(model, architecture)| known(model, architecture));
+        let image = image::FAMILY.iter().find(|(model, architecture)| known(model, architecture));
         let config = if let (Some((model, _)), true) = (language, model_type.is_some() || !architectures.is_empty()) {
             Self::Llama(LlamaConfig::from_fields(&fields, model, file, &mut faults)?)
         } else if model_type == Some(ResNetConfig::MODEL_TYPE) && architectures.is_empty() {
             Self::ResNet(ResNetConfig::from_fields(&fields)?)
-        } else if model_type == Some(EfficientNetConfig::MODEL_TYPE) && architectures.is_empty() {
-            Self::EfficientNet(EfficientNetConfig::from_fields(&fields)?)
+        } else if let (Some((model, _)), true) = (image, model_type.is_some() || !architectures.is_empty()) {
+            Self::Image(ImageConfig::from_fields(&fields, model)?)
+        } else if model_type == Some(ImageConfig::EFFICIENTNET) && architectures.is_empty() {
+            Self::Image(ImageConfig::efficientnet_from_fields(&fields)?)
         } else {
             let (key, got) = match (model_type, architectures.first()) {
-                (Some(t), Some(a)) if llama::FAMILY.iter().any(|(known, _)| *known == t) => {
+                (Some(t), Some(a)) if llama::FAMILY.iter().chain(&image::FAMILY).any(|(known, _)| *known == t) => {
                     ("architectures", a.as_str())
                 }
                 (Some(t), _) => ("model_type", t),
@@ -96,9 +102,14 @@ impl ModelConfig {
             };
             let problem = format!(
                 "architecture not supported; expected {}, {} or {}, got {got}",
-                llama::FAMILY.map(|(model, architecture)| format!("{model} ({architecture})")).join(", "),
+                llama::FAMILY
+                    .iter()
+                    .chain(&image::FAMILY)
+                    .map(|(model, architecture)| format!("{model} ({architecture})"))
+                    .collect::<Vec<_>>()
+                    .join(", "),
                 ResNetConfig::MODEL_TYPE,
-                EfficientNetConfig::MODEL_TYPE,
+                ImageConfig::EFFICIENTNET,
             );
             return Err(fields.error(key, problem));
         };
@@ -110,7 +121,7 @@ impl ModelConfig {
         match self {
             Self::Llama(c) => c.to_json(),
             Self::ResNet(c) => c.to_json(),
-            Self::EfficientNet(c) => c.to_json(),
+            Self::Image(c) => c.to_json(),
         }
     }
 
@@ -119,7 +130,7 @@ impl ModelConfig {
         match self {
             Self::Llama(c) => c.linears(),
             Self::ResNet(c) => c.linears(),
-            Self::EfficientNet(c) => c.linears(),
+            Self::Image(c) => c.linears(),
         }
     }
 
@@ -128,7 +139,7 @@ impl ModelConfig {
         match self {
             Self::Llama(c) => c.other_tensors(),
             Self::ResNet(_) => Vec::new(),
-            Self::EfficientNet(c) => c.other_tensors(),
+            Self::Image(c) => c.other_tensors(),
         }
     }
 
@@ -158,7 +169,7 @@ impl ModelConfig {
         match self {
             Self::Llama(c) if c.latent.is_some() => vec!["lm_head".into(), "kv_b_proj".into()],
             Self::Llama(_) => vec!["lm_head".into()],
-            Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
+            Self::ResNet(_) | Self::Image(_) => Vec::new(),
         }
     }
 
@@ -166,7 +177,7 @@ impl ModelConfig {
     pub fn always_float(&self) -> Vec<String> {
         match self {
             Self::Llama(c) => c.routers(),
-            Self::ResNet(_) | Self::EfficientNet(_) => Vec::new(),
+            Self::ResNet(_) | Self::Image(_) => Vec::new(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The graphs of the image models: `QuantizeLinear` and `DequantizeLinear` around standard convolutions, on the grids that the folder
 //! has. What `dsq-runtime` computes with integers is computed here on the values of the same codes. Not the weights.
 //!
-//! Input `pixel_values` FLOAT `[batch, channels, side, side]`, normalized (the metadata of the file says how); output `logits` FLOAT
+//! Input `pixel_values` FLOAT `[batch, channels, height, width]`, normalized (the metadata of the file says how); output `logits` FLOAT
 //! `[batch, classes]`.
 //!
 //! `QuantizeLinear` rounds `x / scale` to the nearest even number and adds the zero point; dsq adds it first. The two differ only
@@ -11,20 +11,20 @@ use super::graph::{Declared, Dim, Graph, Make};
 use super::proto::{AttributeProto, DataType};
 use super::source::Source;
 use super::weights::{code_bytes, code_type};
-use crate::{CheckpointError, ConvLayer, EfficientNetConfig, ModelConfig, ResNetConfig};
+use crate::{Activation, CheckpointError, ConvLayer, ImageConfig, MAX_POOL, ModelConfig, Pool, ResNetConfig};
 
 /// What lies around a convolution.
 struct Geometry {
     stride: usize,
-    /// Zeros above and left, below and right.
-    pads: [usize; 2],
+    /// Zeros above and below, left and right.
+    pads: [[usize; 2]; 2],
     /// 1, or the channels of a depthwise convolution.
     group: usize,
 }
 
-fn ends(g: &mut Graph, channels: usize, side: usize, classes: usize) {
+fn ends(g: &mut Graph, channels: usize, [h, w]: [usize; 2], classes: usize) {
     let batch = Dim::Named("batch_size");
-    g.input("pixel_values", DataType::Float, &[batch, Dim::Fixed(channels), Dim::Fixed(side), Dim::Fixed(side)]);
+    g.input("pixel_values", DataType::Float, &[batch, Dim::Fixed(channels), Dim::Fixed(h), Dim::Fixed(w)]);
     g.output("logits", DataType::Float, &[batch, Dim::Fixed(classes)]);
 }
 
@@ -34,7 +34,7 @@ fn ends(g: &mut Graph, channels: usize, side: usize, classes: usize) {
 /// [`CheckpointError::Usage`] for batch norm that is not folded and schemes that have no operator; errors of reading.
 pub(super) fn resnet(source: &Source, c: &ResNetConfig) -> Result<Graph, CheckpointError> {
     let mut g = Graph::default();
-    ends(&mut g, c.in_channels, c.image_size, c.num_classes);
+    ends(&mut g, c.in_channels, [c.image_size; 2], c.num_classes);
     let mut x = "pixel_values".to_owned();
     let mut first = String::new();
     let specs = ModelConfig::ResNet(c.clone()).linears();
@@ -47,7 +47,7 @@ pub(super) fn resnet(source: &Source, c: &ResNetConfig) -> Result<Graph, Checkpo
         let part = module.rsplit('.').next().unwrap_or(module);
         let strided = module.ends_with(".0.conv1") || module.ends_with(".0.downsample");
         let stride = if strided && !module.starts_with("layer1.") { 2 } else { 1 };
-        let geometry = |side: usize| Geometry { stride, pads: [side / 2; 2], group: 1 };
+        let geometry = |side: usize| Geometry { stride, pads: [[side / 2; 2]; 2], group: 1 };
         match (part, &spec.shape[..]) {
             ("fc", shape) => {
                 let pooled = g.op("GlobalAveragePool", &[&x], "pool");
@@ -82,38 +82,59 @@ fn add_skip(g: &mut Graph, module: &str, x: &str, skip: &str) -> String {
     g.op("Relu", &[&sum], format!("{module}/AddRelu"))
 }
 
-/// The graph of EfficientNet-Lite0, with batch norm folded.
+/// The graph of an image model, with batch norm folded.
 ///
 /// # Errors
 /// [`CheckpointError::Usage`] for schemes that have no operator; errors of reading.
-pub(super) fn efficientnet(source: &Source, c: &EfficientNetConfig) -> Result<Graph, CheckpointError> {
+pub(super) fn image(source: &Source, c: &ImageConfig) -> Result<Graph, CheckpointError> {
     let mut g = Graph::default();
-    let layers = c.layers();
-    ends(&mut g, layers[0].inputs(), c.image_size, c.num_classes);
-    let (mut x, mut skip, mut side) = ("pixel_values".to_owned(), String::new(), c.image_size);
-    for layer in &layers {
+    let mut size = c.preparation.size;
+    ends(&mut g, c.channels, size, c.num_classes);
+    let (mut x, mut skip) = ("pixel_values".to_owned(), String::new());
+    // Of the skip, where it is another.
+    let mut skip_size = size;
+    for layer in &c.layers() {
         let module = layer.module.as_str();
+        match layer.pool {
+            Some(Pool::Max) => {
+                let [kernel, stride, pad] = MAX_POOL.map(|v| v as i64);
+                let attributes = vec![
+                    AttributeProto::ints("kernel_shape", &[kernel; 2]),
+                    AttributeProto::ints("strides", &[stride; 2]),
+                    AttributeProto::ints("pads", &[pad; 4]),
+                ];
+                x = g.op_with("MaxPool", &[&x], format!("{module}/MaxPool"), attributes);
+                let [kernel, stride, pad] = MAX_POOL;
+                size = size.map(|side| (side + 2 * pad - kernel) / stride + 1);
+            }
+            Some(Pool::Mean) => {
+                let pooled = g.op("GlobalAveragePool", &[&x], "pool");
+                x = classifier(&mut g, source, module, &pooled, &layer.stored_shape(), Some(layer))?;
+                continue;
+            }
+            None => {}
+        }
         if layer.starts_block {
             skip.clone_from(&x);
+            skip_size = size;
         }
-        if layer.pools {
-            let pooled = g.op("GlobalAveragePool", &[&x], "pool");
-            x = classifier(&mut g, source, module, &pooled, &layer.stored_shape(), Some(layer))?;
-            break;
-        }
-        // "SAME" padding: ceil(side / stride) outputs, an odd pixel below and right.
-        let out = side.div_ceil(layer.stride);
-        let missing = ((out - 1) * layer.stride + layer.shape[2]).saturating_sub(side);
-        let pads = [missing / 2, missing - missing / 2];
+        let (input, from) = if layer.on_skip { (&skip, skip_size) } else { (&x, size) };
         let group = if layer.depthwise { layer.shape[0] } else { 1 };
-        let geometry = Geometry { stride: layer.stride, pads, group };
-        x = conv(&mut g, source, module, &x, &layer.shape, &geometry, Some(layer))?;
-        side = out;
-        if layer.relu6 {
-            x = clip(&mut g, c, layer, &x);
-        }
+        let geometry = Geometry { stride: layer.stride, pads: layer.pads(from), group };
+        let mut y = conv(&mut g, source, module, input, &layer.shape, &geometry, Some(layer))?;
+        let out = layer.output(from);
         if layer.adds_skip {
-            x = g.op("Add", &[&x, &skip], format!("{module}/Add"));
+            y = g.op("Add", &[&y, &skip], format!("{module}/Add"));
+        }
+        y = match layer.activation {
+            None => y,
+            Some(Activation::Relu) => g.op("Relu", &[&y], format!("{module}/Relu")),
+            Some(Activation::Relu6) => clip(&mut g, c, layer, &y),
+        };
+        if layer.on_skip {
+            (skip, skip_size) = (y, out);
+        } else {
+            (x, size) = (y, out);
         }
     }
     g.op("Identity", &[&x], "logits");
@@ -121,7 +142,7 @@ pub(super) fn efficientnet(source: &Source, c: &EfficientNetConfig) -> Result<Gr
 }
 
 /// ReLU6, or what equalisation made of it.
-fn clip(g: &mut Graph, c: &EfficientNetConfig, layer: &ConvLayer, x: &str) -> String {
+fn clip(g: &mut Graph, c: &ImageConfig, layer: &ConvLayer, x: &str) -> String {
     let module = &layer.module;
     if !c.channel_clip {
         let (zero, six) = (g.float("const.zero", 0.0), g.float("const.six", 6.0));
@@ -163,11 +184,11 @@ fn conv(
     let x = on_grid(g, source, module, x)?;
     let (w, bias) = source.conv_weight(g, module, shape, folded)?;
     let inputs: Vec<&str> = [x.as_str(), &w].into_iter().chain(bias.as_deref()).collect();
-    let (stride, [before, after]) = (geometry.stride as i64, geometry.pads.map(|p| p as i64));
+    let (stride, [[top, bottom], [left, right]]) = (geometry.stride as i64, geometry.pads.map(|p| p.map(|n| n as i64)));
     let attributes = vec![
         AttributeProto::ints("kernel_shape", &[shape[2] as i64, shape[3] as i64]),
         AttributeProto::ints("strides", &[stride; 2]),
-        AttributeProto::ints("pads", &[before, before, after, after]),
+        AttributeProto::ints("pads", &[top, left, bottom, right]),
         AttributeProto::int("group", geometry.group as i64),
     ];
     Ok(g.op_with("Conv", &inputs, format!("{module}/Conv"), attributes))

@@ -89,10 +89,10 @@ impl<'a> OnnxExport<'a> {
                 metadata.push(("dsq.input", format!("(pixel / 255 - mean) / std, mean {:?}, std {:?}", c.mean, c.std)));
                 cnn::resnet(&source, c)?
             }
-            ModelConfig::EfficientNet(c) => {
-                metadata[0].1 = crate::EfficientNetConfig::MODEL_TYPE.into();
-                metadata.push(("dsq.input", format!("(pixel - {}) / {}", c.mean, c.std)));
-                cnn::efficientnet(&source, c)?
+            ModelConfig::Image(c) => {
+                metadata[0].1 = c.model_type().into();
+                metadata.push(("dsq.input", c.preparation.formula()));
+                cnn::image(&source, c)?
             }
         };
         let dropped = account(&source, &graph)?;

@@ -18,3 +18,8 @@ mod weights;
 
 pub use export::{OnnxExport, OnnxOptions};
 pub use inspect::{OnnxFile, OnnxTensor};
+
+/// Why a linear layer of a language model, `[n, k]` on these grids, has no operator in an ONNX file; `None` if it has one.
+pub fn onnx_problem(args: &dsq_quant::QuantArgs, n: usize, k: usize) -> Option<String> {
+    weights::Blocks::of(args, n, k).err()
+}

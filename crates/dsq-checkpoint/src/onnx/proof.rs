@@ -263,7 +263,7 @@ fn taken_apart(
 }
 
 fn has_norm(source: &Source, layer: &crate::ConvLayer) -> bool {
-    matches!(source.ckpt.config(), ModelConfig::EfficientNet(c) if c.batch_norm) && layer.norm.is_some()
+    matches!(source.ckpt.config(), ModelConfig::Image(c) if c.batch_norm) && layer.norm.is_some()
 }
 
 /// Whether every node reads what is there before it, and no name is given twice.

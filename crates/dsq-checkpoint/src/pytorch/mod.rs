@@ -65,7 +65,7 @@ pub(crate) fn is_pytorch(head: &[u8]) -> bool {
 }
 
 /// Reads every tensor of a file, whatever model it holds: what `fuzz/` needs, because [`crate::Checkpoint`] only opens
-/// EfficientNet-Lite0, and no mutation of a small file is one. Each tensor is read once, up to 1 MiB of values.
+/// image models, and no mutation of a small file is one. Each tensor is read once, up to 1 MiB of values.
 ///
 /// # Errors
 /// As [`PytorchFile::open`]; I/O errors.
@@ -105,6 +105,16 @@ impl PytorchFile {
     /// Names in the order of the state dict.
     pub(crate) fn names(&self) -> Vec<String> {
         self.entries.iter().map(|e| e.name.clone()).collect()
+    }
+
+    /// Gives tensors other names: (in the file, from now on). Names that are not in the file are passed over.
+    pub(crate) fn rename(&mut self, names: Vec<(String, String)>) {
+        for (theirs, ours) in names {
+            if let Some(at) = self.by_name.remove(&theirs) {
+                self.entries[at].name.clone_from(&ours);
+                self.by_name.insert(ours, at);
+            }
+        }
     }
 
     fn find(&self, name: &str) -> Option<&Entry> {

@@ -1,5 +1,5 @@
 //! Cross-layer equalisation: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
-//! (arXiv:1906.04721), for convolutions with ReLU6 between them. Not a quantization, and no data: it changes no output.
+//! (arXiv:1906.04721), for convolutions with ReLU or ReLU6 between them. Not a quantization, and no data: it changes no output.
 
 use super::Work;
 
@@ -9,7 +9,7 @@ const ROUNDS: usize = 20;
 const LEAST: f32 = 1e-3;
 
 /// Divides output channel `i` of a layer by `s_i` and multiplies input channel `i` of the next by it, for every pair of layers
-/// inside a block (expansion and depthwise, depthwise and projection), with `s_i = sqrt(r1_i / r2_i)` of the largest magnitudes
+/// inside a block (expansion and depthwise, depthwise and projection; the convolutions of a residual block), with `s_i = sqrt(r1_i / r2_i)` of the largest magnitudes
 /// `r1` of the first layer's rows and `r2` of the second's columns: both are `sqrt(r1_i r2_i)` then.
 ///
 /// ReLU6 is no obstacle: `min(max(x, 0), 6) / s = min(max(x / s, 0), 6 / s)`, so the clip of a channel is divided too. (The
@@ -19,10 +19,8 @@ pub(super) fn equalize(layers: &mut [Work]) {
         for i in 1..layers.len() {
             let (head, tail) = layers.split_at_mut(i);
             let (first, second) = (&mut head[i - 1], &mut tail[0]);
-            // The output of a block is read twice: it starts no pair.
-            let inside = !second.spec.starts_block && first.clip.is_some() && !second.spec.pools;
-            // The first depthwise convolution starts its block, the stem and the head are outside of any.
-            if inside && (second.spec.depthwise || first.spec.depthwise) {
+            // The input of a block is read twice: it ends no pair. A shortcut has no activation, and is read by no layer.
+            if !second.spec.starts_block && first.clip.is_some() && second.spec.pool.is_none() {
                 pair(first, second);
             }
         }

@@ -1,4 +1,4 @@
-//! Post-training quantization of a convolutional network (EfficientNet-Lite0) on pictures without labels: batch norm folded,
+//! Post-training quantization of an image model (ResNet, MobileNetV2, EfficientNet-Lite0) on pictures without labels: batch norm folded,
 //! channels equalised (`equalize.rs`), static activation ranges, codes rounded or chosen for the outputs (`round.rs`,
 //! `learned.rs`), biases corrected. Not the reading of pictures, not the export, not the language models' walk (`ptq/mod.rs`).
 //!
@@ -12,8 +12,8 @@ mod learned;
 mod round;
 
 use crate::TrainError;
-use dsq_checkpoint::{Checkpoint, ConvLayer, EfficientNetConfig, ModelConfig};
-use dsq_kernels::conv::{SameConv, affine_forward, code_values, mean_pool, min_max};
+use dsq_checkpoint::{Activation, Checkpoint, ConvLayer, ImageConfig, MAX_POOL, ModelConfig, Pool};
+use dsq_kernels::conv::{PaddedConv, affine_forward, code_values, max_pool, mean_pool, min_max};
 use dsq_quant::{Granularity, Percentile, QParams, QuantArgs, QuantConfig, QuantError, QuantizedMatrix};
 use round::Fitted;
 
@@ -69,7 +69,7 @@ pub struct CnnLayer {
 #[derive(Debug, Clone)]
 pub struct CnnOutcome {
     /// The config that the folder gets: no batch norm.
-    pub config: EfficientNetConfig,
+    pub config: ImageConfig,
     /// All layers in forward order.
     pub layers: Vec<CnnLayer>,
     /// Logits of the quantized network for the pictures, `[m, classes]`.
@@ -84,13 +84,13 @@ struct Work {
     clip: Option<Vec<f32>>,
 }
 
-/// Quantizes a float EfficientNet on `m` normalized pictures `images [m, side, side, 3]`. `progress` is told the layers done
+/// Quantizes a float image model on `m` normalized pictures `images [m, h, w, c]`. `progress` is told the layers done
 /// and all of them. Any number of threads gives the same bits.
 ///
 /// # Errors
 /// [`TrainError::Setting`] for no or torn pictures, another architecture or a granularity other than per channel,
 /// [`TrainError::Quant`] naming the layer, [`TrainError::Numerics`], [`TrainError::Checkpoint`].
-pub fn quantize_efficientnet(
+pub fn quantize_images(
     ckpt: &Checkpoint,
     settings: CnnSettings,
     images: &[f32],
@@ -101,10 +101,11 @@ pub fn quantize_efficientnet(
         expected: expected.into(),
         got,
     };
-    let ModelConfig::EfficientNet(model) = ckpt.config() else {
-        return Err(setting("model_type", EfficientNetConfig::MODEL_TYPE, "another architecture".into()));
+    let ModelConfig::Image(model) = ckpt.config() else {
+        return Err(setting("model_type", "an image model", "another architecture".into()));
     };
-    let picture = model.image_size * model.image_size * 3;
+    let [h, w] = model.preparation.size;
+    let picture = h * w * model.channels;
     if images.is_empty() || !images.len().is_multiple_of(picture) {
         let expected = format!("a whole number of pictures of {picture} values, at least one");
         return Err(setting("pictures", &expected, format!("{} values", images.len())));
@@ -112,10 +113,11 @@ pub fn quantize_efficientnet(
     let mut work = Vec::new();
     for spec in model.layers() {
         let (weight, bias) = ckpt.folded(&spec)?;
-        let clip = match (spec.relu6, model.channel_clip) {
-            (false, _) => None,
-            (true, false) => Some(vec![6.0; spec.shape[0]]),
-            (true, true) => Some(ckpt.read_f32(&format!("{}.clip", spec.module))?),
+        let clip = match (spec.activation, model.channel_clip) {
+            (None, _) => None,
+            (Some(Activation::Relu), _) => Some(vec![f32::INFINITY; spec.shape[0]]),
+            (Some(Activation::Relu6), false) => Some(vec![6.0; spec.shape[0]]),
+            (Some(Activation::Relu6), true) => Some(ckpt.read_f32(&format!("{}.clip", spec.module))?),
         };
         if let Some(args) = settings.config.scheme_for(&spec.module).map(|s| s.weights)
             && args.granularity != Granularity::PerChannel
@@ -127,28 +129,30 @@ pub fn quantize_efficientnet(
     if settings.equalize {
         equalize::equalize(&mut work);
     }
-    let config = EfficientNetConfig {
+    let clips = work.iter().any(|w| w.spec.activation == Some(Activation::Relu6));
+    let config = ImageConfig {
         batch_norm: false,
-        channel_clip: model.channel_clip || settings.equalize,
+        channel_clip: model.channel_clip || settings.equalize && clips,
         ..model.clone()
     };
     let mut walk = Walk {
         settings,
-        side: model.image_size,
+        size: model.preparation.size,
         float: images.to_vec(),
         quantized: images.to_vec(),
         skips: Default::default(),
+        skip_size: model.preparation.size,
     };
     let total = work.len();
     let mut layers = Vec::with_capacity(total);
     for (i, mut w) in work.into_iter().enumerate() {
         let module = w.spec.module.clone();
         let fitted = walk.layer(&mut w).map_err(|source| TrainError::Quant { module: module.clone(), source })?;
-        if let Some(&value) = walk.quantized.iter().chain(&walk.float).find(|v| !v.is_finite()) {
+        if let Some(&value) = walk.latest(&w.spec).into_iter().flatten().find(|v| !v.is_finite()) {
             let (what, value) = (format!("{module}: outputs for the calibration pictures"), f64::from(value));
             return Err(TrainError::Numerics { what, step: 0, value });
         }
-        let clip = w.clip.filter(|_| config.channel_clip);
+        let clip = w.clip.filter(|_| config.channel_clip && w.spec.activation == Some(Activation::Relu6));
         let (shape, Done { matrix, activation, error }) = (w.spec.stored_shape(), fitted);
         layers.push(CnnLayer { module, shape, weight: w.weight, matrix, bias: w.bias, clip, activation, error });
         progress(i + 1, total);
@@ -163,29 +167,54 @@ struct Done {
     error: f64,
 }
 
-/// The two streams, `[m, side, side, c]` each.
+/// The two streams, `[m, h, w, c]` each.
 struct Walk<'a> {
     settings: CnnSettings<'a>,
-    side: usize,
+    size: [usize; 2],
     float: Vec<f32>,
     quantized: Vec<f32>,
-    /// The block's inputs: float, quantized.
+    /// What the block will add to its outputs: float, quantized.
     skips: [Vec<f32>; 2],
+    skip_size: [usize; 2],
 }
 
 impl Walk<'_> {
+    /// What a layer has just made, quantized and float.
+    fn latest(&self, spec: &ConvLayer) -> [&[f32]; 2] {
+        let [float, quantized] = &self.skips;
+        if spec.on_skip { [quantized, float] } else { [&self.quantized, &self.float] }
+    }
+
     /// Quantizes a layer, corrects its bias and moves both streams past it.
     fn layer(&mut self, w: &mut Work) -> Result<Done, QuantError> {
         let (spec, n) = (&w.spec, w.spec.shape[0]);
+        match spec.pool {
+            None => {}
+            Some(Pool::Max) => {
+                let pool = |x: &[f32]| max_pool(x, self.size, spec.inputs(), MAX_POOL);
+                let (float, (quantized, size)) = (pool(&self.float).0, pool(&self.quantized));
+                (self.float, self.quantized, self.size) = (float, quantized, size);
+            }
+            Some(Pool::Mean) => {
+                let pool = |x: &[f32]| mean_pool(x, self.size[0] * self.size[1], spec.inputs());
+                (self.float, self.quantized, self.size) = (pool(&self.float), pool(&self.quantized), [1; 2]);
+            }
+        }
         if spec.starts_block {
             self.skips = [self.float.clone(), self.quantized.clone()];
+            self.skip_size = self.size;
         }
-        if spec.pools {
-            let pool = |x: &[f32]| mean_pool(x, self.side * self.side, spec.inputs());
-            (self.float, self.quantized, self.side) = (pool(&self.float), pool(&self.quantized), 1);
-        }
-        let conv = SameConv {
-            side: self.side,
+        // What the layer reads is not needed behind it; a layer on the skip reads and makes that.
+        let (before, quantized, size) = match spec.on_skip {
+            true => {
+                let [float, quantized] = std::mem::take(&mut self.skips);
+                (float, quantized, self.skip_size)
+            }
+            false => (std::mem::take(&mut self.float), std::mem::take(&mut self.quantized), self.size),
+        };
+        let conv = PaddedConv {
+            input: size,
+            pads: spec.pads(size),
             c: spec.inputs(),
             n,
             kernel: spec.shape[2],
@@ -198,12 +227,12 @@ impl Walk<'_> {
             Some(args) => {
                 let grid = match self.settings.percentile {
                     None => {
-                        let (lo, hi) = min_max(&self.quantized);
+                        let (lo, hi) = min_max(&quantized);
                         args.qparams(lo, hi)?
                     }
                     Some(percentile) => {
                         let mut observer = Percentile::new(percentile)?;
-                        observer.observe(&self.quantized)?;
+                        observer.observe(&quantized)?;
                         observer.qparams(&args)?
                     }
                 };
@@ -212,10 +241,10 @@ impl Walk<'_> {
         };
         // What the layer reads: integers, of which one is worth `step`.
         let (input, step) = match &activation {
-            Some((args, grid)) => (code_values(&self.quantized, args, &[*grid]), grid.scale),
-            None => (std::mem::take(&mut self.quantized), 1.0),
+            Some((args, grid)) => (code_values(&quantized, args, &[*grid]), grid.scale),
+            None => (quantized, 1.0),
         };
-        let float = conv.forward(&self.float, &w.weight);
+        let float = conv.forward(&before, &w.weight);
         // What it should give, bias left out: in front of the sum with the skip also what that lacks.
         let mut target = float.clone();
         if spec.adds_skip {
@@ -251,18 +280,22 @@ impl Walk<'_> {
         let y = affine_forward(&sums, &scale, &w.bias);
         let error = share(&y, &target, &original, &float, n);
         let float = affine_forward(&float, &vec![1.0; n], &original);
-        [self.float, self.quantized] = [(float, 0), (y, 1)].map(|(mut y, stream)| {
+        let made = [(float, 0), (y, 1)].map(|(mut y, stream)| {
+            if spec.adds_skip {
+                y.iter_mut().zip(&self.skips[stream]).for_each(|(y, s)| *y += s);
+            }
             if let Some(clip) = &w.clip {
                 for row in y.chunks_exact_mut(n) {
                     row.iter_mut().zip(clip).for_each(|(v, c)| *v = v.max(0.0).min(*c));
                 }
             }
-            if spec.adds_skip {
-                y.iter_mut().zip(&self.skips[stream]).for_each(|(y, s)| *y += s);
-            }
             y
         });
-        self.side = conv.output();
+        if spec.on_skip {
+            (self.skips, self.skip_size) = (made, conv.output());
+        } else {
+            ([self.float, self.quantized], self.size) = (made, conv.output());
+        }
         Ok(Done { matrix, activation, error })
     }
 }

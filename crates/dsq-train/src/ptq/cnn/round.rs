@@ -9,7 +9,7 @@
 use crate::ptq::hessian::Hessian;
 use crate::ptq::refit::refit;
 use crate::ptq::{Factor, gptq_quantize};
-use dsq_kernels::conv::SameConv;
+use dsq_kernels::conv::PaddedConv;
 use dsq_kernels::train::{Strided, matmul};
 use dsq_quant::{QuantArgs, QuantError, QuantizedMatrix};
 use rayon::prelude::*;
@@ -40,11 +40,11 @@ pub(super) fn gptq(r: &Refitted, args: QuantArgs) -> Result<QuantizedMatrix, Qua
 /// A layer, what it reads and what it should give.
 #[derive(Clone, Copy)]
 pub(super) struct Fitted<'a> {
-    pub conv: &'a SameConv,
-    /// `[m, side, side, c]`, in units of `step`.
+    pub conv: &'a PaddedConv,
+    /// `[m, h, w, c]`, in units of `step`.
     pub input: &'a [f32],
     pub step: f32,
-    /// `[m, out, out, n]`, without the bias.
+    /// `[m, oh, ow, n]`, without the bias.
     pub target: &'a [f32],
     /// `[n, c, k, k]`.
     pub weight: &'a [f32],
@@ -69,7 +69,7 @@ impl Fitted<'_> {
 
     /// What the float weight misses of the target on the layer's inputs, `[m * each, n]`, at the pixels of `columns`.
     fn missing(&self, each: usize) -> Vec<f32> {
-        let (n, pixels) = (self.conv.n, self.conv.output() * self.conv.output());
+        let (n, pixels) = (self.conv.n, self.conv.pixels());
         let got = self.conv.forward(self.input, self.weight);
         let pictures = self.target.chunks_exact(pixels * n).zip(got.chunks_exact(pixels * n));
         pictures
@@ -171,7 +171,7 @@ mod tests {
     fn learned_codes_fit_the_outputs_better_than_rounded_ones() {
         let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
         for (kernel, n, depthwise) in [(1, 6, false), (3, 6, false), (3, 12, true)] {
-            let conv = SameConv { side: 9, c: 12, n, kernel, stride: 1, depthwise };
+            let conv = PaddedConv { input: [9; 2], pads: [[kernel / 2; 2]; 2], c: 12, n, kernel, stride: 1, depthwise };
             let x = normal(6 * 81 * 12, 1);
             // Inputs that depend on each other, and an input of the layer that is off from the float one.
             let x: Vec<f32> = x.iter().enumerate().map(|(i, v)| v + 2.0 * x[i / 12 * 12] + 1.0).collect();

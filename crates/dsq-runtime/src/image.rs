@@ -1,14 +1,14 @@
-//! EfficientNet-Lite0 as a folder or a PyTorch file holds it: float (batch norm folded on loading), or weights and static
+//! An image model (ResNet, MobileNetV2, EfficientNet-Lite0) as a folder or a PyTorch file holds it: float (batch norm folded on loading), or weights and static
 //! activations on their grids. Not training, and not the reading of pictures.
 //!
 //! A quantized layer is integer arithmetic in f32: codes less zero points are multiplied and summed, which is exact while a sum
 //! stays below 2^24 (with 4-bit weights and 8-bit inputs always; with 8-bit weights sums that large are rare, and then the
-//! last bit is rounded), then `sum * (scale_w * scale_x) + bias`, the clip and the sum with the skip. These are the operations
+//! last bit is rounded), then `sum * (scale_w * scale_x) + bias`, the sum with the skip and the activation. These are the operations
 //! of the graph that `dsq-train` calibrates, in the same order: the logits are bit-equal to its.
 
 use crate::RuntimeError;
-use dsq_checkpoint::{Checkpoint, ConvLayer, EfficientNetConfig, LinearWeight, ModelConfig};
-use dsq_kernels::conv::{SameConv, affine_forward, code_values, mean_pool};
+use dsq_checkpoint::{Activation, Checkpoint, ConvLayer, ImageConfig, LinearWeight, MAX_POOL, ModelConfig, Pool};
+use dsq_kernels::conv::{PaddedConv, affine_forward, code_values, max_pool, mean_pool};
 use dsq_quant::{Granularity, QParams, QuantArgs, QuantError};
 
 /// Pictures that go through the network together; bounds the memory, and changes no bit.
@@ -26,7 +26,7 @@ struct Layer {
     bias: Vec<f32>,
     /// Grid of the input, if it is quantized.
     input: Option<(QuantArgs, QParams)>,
-    /// Largest value of each channel, where ReLU6 follows.
+    /// Largest value of each channel, where ReLU6 follows, or ReLU (infinite).
     clip: Option<Vec<f32>>,
     /// Bits of a weight code.
     bits: Option<usize>,
@@ -34,20 +34,20 @@ struct Layer {
 
 /// A loaded network.
 #[derive(Debug)]
-pub struct EfficientNetRuntime {
-    config: EfficientNetConfig,
+pub struct ImageRuntime {
+    config: ImageConfig,
     layers: Vec<Layer>,
 }
 
-impl EfficientNetRuntime {
+impl ImageRuntime {
     /// Loads a model: a PyTorch file, or a folder of floats or codes.
     ///
     /// # Errors
     /// [`RuntimeError::Model`] for another architecture, [`RuntimeError::Quant`] for a scheme that no kernel runs,
     /// [`RuntimeError::Checkpoint`].
     pub fn load(ckpt: &Checkpoint) -> Result<Self, RuntimeError> {
-        let ModelConfig::EfficientNet(config) = ckpt.config() else {
-            let problem = format!("model_type: expected {}, got another", EfficientNetConfig::MODEL_TYPE);
+        let ModelConfig::Image(config) = ckpt.config() else {
+            let problem = "model_type: expected an image model, got another architecture".into();
             return Err(RuntimeError::Model { file: ckpt.path().display().to_string(), problem });
         };
         let layers =
@@ -55,25 +55,25 @@ impl EfficientNetRuntime {
         Ok(Self { config: config.clone(), layers })
     }
 
-    /// The architecture; [`EfficientNetConfig::normalize`] makes the input of pixels.
-    pub fn config(&self) -> &EfficientNetConfig {
+    /// The architecture; `preparation.normalize` makes the input of pixels.
+    pub fn config(&self) -> &ImageConfig {
         &self.config
     }
 
-    /// Logits `[m, classes]` of `m` normalized pictures `[m, side, side, 3]`.
+    /// Logits `[m, classes]` of `m` normalized pictures `[m, h, w, c]`.
     ///
     /// # Errors
     /// [`RuntimeError::Input`] for a wrong length, [`RuntimeError::Numerics`] when a logit is not finite.
     pub fn forward(&self, images: &[f32], m: usize) -> Result<Vec<f32>, RuntimeError> {
-        let side = self.config.image_size;
-        let picture = side * side * self.layers[0].spec.inputs();
+        let size = self.config.preparation.size;
+        let picture = size[0] * size[1] * self.config.channels;
         if images.len() != m * picture {
             let problem = format!("expected {m} pictures of {picture} values, got {} values", images.len());
             return Err(RuntimeError::Input { what: "images", problem });
         }
         let mut logits = Vec::with_capacity(m * self.config.num_classes);
         for batch in images.chunks(BATCH * picture) {
-            logits.extend(self.batch(batch.to_vec(), side));
+            logits.extend(self.batch(batch.to_vec(), size));
         }
         match logits.iter().find(|v| !v.is_finite()) {
             Some(&value) => Err(RuntimeError::Numerics { what: "logits".into(), value }),
@@ -81,22 +81,25 @@ impl EfficientNetRuntime {
         }
     }
 
-    fn batch(&self, mut x: Vec<f32>, mut side: usize) -> Vec<f32> {
-        let mut skip = Vec::new();
+    fn batch(&self, mut x: Vec<f32>, mut size: [usize; 2]) -> Vec<f32> {
+        let mut skip = (Vec::new(), size);
         for layer in &self.layers {
-            if layer.spec.starts_block {
-                skip.clone_from(&x);
+            let spec = &layer.spec;
+            match spec.pool {
+                None => {}
+                Some(Pool::Max) => (x, size) = max_pool(&x, size, spec.inputs(), MAX_POOL),
+                Some(Pool::Mean) => (x, size) = (mean_pool(&x, size[0] * size[1], spec.inputs()), [1; 2]),
             }
-            if layer.spec.pools {
-                x = mean_pool(&x, side * side, layer.spec.inputs());
-                side = 1;
+            if spec.starts_block {
+                skip = (x.clone(), size);
             }
-            let conv = layer.conv(side);
-            x = layer.run(&x, &conv);
-            if layer.spec.adds_skip {
-                x.iter_mut().zip(&skip).for_each(|(y, s)| *y += s);
+            if spec.on_skip {
+                let conv = layer.conv(skip.1);
+                skip = (layer.run(&skip.0, &conv, None), conv.output());
+            } else {
+                let conv = layer.conv(size);
+                (x, size) = (layer.run(&x, &conv, spec.adds_skip.then_some(&skip.0)), conv.output());
             }
-            side = conv.output();
         }
         x
     }
@@ -119,12 +122,13 @@ impl EfficientNetRuntime {
 }
 
 impl Layer {
-    fn load(ckpt: &Checkpoint, config: &EfficientNetConfig, spec: ConvLayer) -> Result<Self, RuntimeError> {
+    fn load(ckpt: &Checkpoint, config: &ImageConfig, spec: ConvLayer) -> Result<Self, RuntimeError> {
         let n = spec.shape[0];
-        let clip = match (spec.relu6, config.channel_clip) {
-            (false, _) => None,
-            (true, false) => Some(vec![6.0; n]),
-            (true, true) => Some(ckpt.read_f32(&format!("{}.clip", spec.module))?),
+        let clip = match (spec.activation, config.channel_clip) {
+            (None, _) => None,
+            (Some(Activation::Relu), _) => Some(vec![f32::INFINITY; n]),
+            (Some(Activation::Relu6), false) => Some(vec![6.0; n]),
+            (Some(Activation::Relu6), true) => Some(ckpt.read_f32(&format!("{}.clip", spec.module))?),
         };
         if !ckpt.is_quantized(&spec.module) {
             let (weight, bias) = ckpt.folded(&spec)?;
@@ -154,17 +158,21 @@ impl Layer {
         Ok(Self { spec, weight: values, scale, bias, input, clip, bits })
     }
 
-    fn conv(&self, side: usize) -> SameConv {
-        let [n, _, kernel, _] = self.spec.shape;
-        SameConv { side, c: self.spec.inputs(), n, kernel, stride: self.spec.stride, depthwise: self.spec.depthwise }
+    fn conv(&self, input: [usize; 2]) -> PaddedConv {
+        let ([n, _, kernel, _], pads) = (self.spec.shape, self.spec.pads(input));
+        let ConvLayer { stride, depthwise, .. } = self.spec;
+        PaddedConv { input, pads, c: self.spec.inputs(), n, kernel, stride, depthwise }
     }
 
-    fn run(&self, x: &[f32], conv: &SameConv) -> Vec<f32> {
+    fn run(&self, x: &[f32], conv: &PaddedConv, skip: Option<&Vec<f32>>) -> Vec<f32> {
         let sums = match &self.input {
             Some((args, grid)) => conv.forward(&code_values(x, args, &[*grid]), &self.weight),
             None => conv.forward(x, &self.weight),
         };
         let mut y = affine_forward(&sums, &self.scale, &self.bias);
+        if let Some(skip) = skip {
+            y.iter_mut().zip(skip).for_each(|(y, s)| *y += s);
+        }
         if let Some(clip) = &self.clip {
             for row in y.chunks_exact_mut(clip.len()) {
                 row.iter_mut().zip(clip).for_each(|(v, c)| *v = v.max(0.0).min(*c));

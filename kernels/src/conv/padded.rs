@@ -1,7 +1,8 @@
-//! f32 convolutions with TensorFlow's "SAME" padding, dense and depthwise: outputs are `ceil(input / stride)`, and where an odd
-//! number of pixels is missing the extra one is right and below. Not a gradient, no bias, no activation.
+//! f32 convolutions with any number of zeros on each side of a picture, dense and depthwise. Not a gradient, no bias, no
+//! activation, and no opinion on how many zeros there should be ("SAME" of TensorFlow and the padding of PyTorch are the
+//! caller's).
 //!
-//! Shapes: `x [m, side, side, c]`, weight `[n, c, k, k]` (dense) or `[c, 1, k, k]` (depthwise), `y [m, out, out, n]`. Layout:
+//! Shapes: `x [m, h, w, c]`, weight `[n, c, k, k]` (dense) or `[c, 1, k, k]` (depthwise), `y [m, oh, ow, n]`. Layout:
 //! NHWC. Requires: nothing. Order: a dense output as in `float.rs`; a depthwise one is one chain over `[kh, kw]`, separate
 //! multiplications and additions. Error: that of the chain; none where values and weights are integers and every sum stays
 //! below 2^24, which is how quantized layers use it. Cost: one padded copy of the input, then the products.
@@ -9,16 +10,18 @@
 use super::{ConvShape, conv_f32, im2col};
 use rayon::prelude::*;
 
-/// The geometry of a square convolution with "SAME" padding.
+/// The geometry of a convolution with a square kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SameConv {
+pub struct PaddedConv {
     /// Height and width of the input.
-    pub side: usize,
+    pub input: [usize; 2],
+    /// Zeros above and below, left and right.
+    pub pads: [[usize; 2]; 2],
     /// Input channels.
     pub c: usize,
     /// Output channels; those of the input when `depthwise`.
     pub n: usize,
-    /// Height and width of the kernel.
+    /// Height and width of the kernel; at most those of the padded input.
     pub kernel: usize,
     /// Stride, at least 1.
     pub stride: usize,
@@ -26,10 +29,15 @@ pub struct SameConv {
     pub depthwise: bool,
 }
 
-impl SameConv {
-    /// Height and width of the output.
-    pub fn output(&self) -> usize {
-        self.side.div_ceil(self.stride)
+impl PaddedConv {
+    /// Height and width of the output: `(input + zeros - kernel) / stride + 1`.
+    pub fn output(&self) -> [usize; 2] {
+        [0, 1].map(|i| (self.input[i] + self.pads[i][0] + self.pads[i][1] - self.kernel) / self.stride + 1)
+    }
+
+    /// Pixels of one output picture.
+    pub fn pixels(&self) -> usize {
+        self.output()[0] * self.output()[1]
     }
 
     /// Values that one output sums.
@@ -37,36 +45,24 @@ impl SameConv {
         self.kernel * self.kernel * if self.depthwise { 1 } else { self.c }
     }
 
-    /// Pixels of padding above (and left), and in all.
-    fn pads(&self) -> (usize, usize) {
-        let all = ((self.output() - 1) * self.stride + self.kernel).saturating_sub(self.side);
-        (all / 2, all)
-    }
-
     /// As a convolution without padding over the padded picture. (Where a stride leaves pixels over at the end, they are not
     /// in it.)
     fn padded(&self) -> ConvShape {
-        let side = (self.output() - 1) * self.stride + self.kernel;
-        ConvShape { input: [side, side], c: self.c, n: self.n, kernel: [self.kernel; 2], stride: self.stride, pad: 0 }
+        let input = self.output().map(|out| (out - 1) * self.stride + self.kernel);
+        ConvShape { input, c: self.c, n: self.n, kernel: [self.kernel; 2], stride: self.stride, pad: 0 }
     }
 
     /// The pictures with zeros around them.
     fn pad(&self, x: &[f32]) -> Vec<f32> {
-        let s = self.padded();
-        let (side, before) = (s.input[0], self.pads().0);
-        let (row, picture) = (side * self.c, self.side * self.side * self.c);
-        assert!(
-            picture > 0 && x.len().is_multiple_of(picture),
-            "pictures of {} x {} x {}",
-            self.side,
-            self.side,
-            self.c
-        );
-        let taken = self.side.min(side - before) * self.c;
-        let mut out = vec![0.0f32; x.len() / picture * side * row];
-        out.par_chunks_mut(side * row).zip(x.par_chunks(picture)).for_each(|(out, x)| {
-            let rows = out.chunks_exact_mut(row).skip(before).zip(x.chunks_exact(self.side * self.c));
-            rows.for_each(|(out, x)| out[before * self.c..][..taken].copy_from_slice(&x[..taken]));
+        let ([h, w], [height, width]) = (self.input, self.padded().input);
+        let (top, left) = (self.pads[0][0], self.pads[1][0]);
+        let (row, picture) = (width * self.c, h * w * self.c);
+        assert!(picture > 0 && x.len().is_multiple_of(picture), "pictures of {h} x {w} x {}", self.c);
+        let taken = w.min(width - left) * self.c;
+        let mut out = vec![0.0f32; x.len() / picture * height * row];
+        out.par_chunks_mut(height * row).zip(x.par_chunks(picture)).for_each(|(out, x)| {
+            let rows = out.chunks_exact_mut(row).skip(top).zip(x.chunks_exact(w * self.c));
+            rows.for_each(|(out, x)| out[left * self.c..][..taken].copy_from_slice(&x[..taken]));
         });
         out
     }
@@ -80,7 +76,7 @@ impl SameConv {
         assert_eq!(w.len(), self.n * self.k(), "weight length");
         let s = self.padded();
         let padded;
-        let x = if s.input == [self.side; 2] {
+        let x = if s.input == self.input {
             x
         } else {
             padded = self.pad(x);
@@ -93,7 +89,7 @@ impl SameConv {
     /// output pixels of each picture (all of them, or `most` evenly spread ones). Gives the rows of each picture too.
     ///
     /// # Panics
-    /// As [`SameConv::forward`].
+    /// As [`PaddedConv::forward`].
     pub fn columns(&self, x: &[f32], most: usize) -> (Vec<f32>, usize) {
         let s = self.padded();
         let padded = self.pad(x);
@@ -139,21 +135,21 @@ mod tests {
         (0..len).map(|i| ((i * 7 + seed * 13) % 11) as f32 - 5.0).collect()
     }
 
-    /// By the definition of "SAME": `y[p] = sum x[p * stride + tap - before] * w[tap]`.
-    fn reference(x: &[f32], w: &[f32], s: &SameConv, m: usize) -> Vec<f32> {
-        let (out, (before, _)) = (s.output(), s.pads());
+    /// By the definition: `y[p] = sum x[p * stride + tap - before] * w[tap]`.
+    fn reference(x: &[f32], w: &[f32], s: &PaddedConv, m: usize) -> Vec<f32> {
+        let ([oh, ow], [h, width]) = (s.output(), s.input);
+        let before = s.pads.map(|p| p[0]);
         let mut y = Vec::new();
-        for at in 0..m * out * out * s.n {
-            let (o, px, py, i) = (at % s.n, at / s.n % out, at / s.n / out % out, at / s.n / out / out);
+        for at in 0..m * oh * ow * s.n {
+            let (o, px, py, i) = (at % s.n, at / s.n % ow, at / s.n / ow % oh, at / s.n / ow / oh);
             let mut sum = 0.0;
             for ky in 0..s.kernel {
                 for kx in 0..s.kernel {
-                    let inside = before..s.side + before;
                     let (iy, ix) = (py * s.stride + ky, px * s.stride + kx);
-                    if !inside.contains(&iy) || !inside.contains(&ix) {
+                    if !(before[0]..h + before[0]).contains(&iy) || !(before[1]..width + before[1]).contains(&ix) {
                         continue;
                     }
-                    let pixel = ((i * s.side + iy - before) * s.side + ix - before) * s.c;
+                    let pixel = ((i * h + iy - before[0]) * width + ix - before[1]) * s.c;
                     let channels = if s.depthwise { o..o + 1 } else { 0..s.c };
                     for c in channels {
                         let row = if s.depthwise { o } else { o * s.c + c };
@@ -168,21 +164,28 @@ mod tests {
 
     #[test]
     fn dense_and_depthwise_equal_the_definition() {
-        for (side, kernel, stride) in [(8, 3, 2), (7, 3, 2), (7, 5, 1), (6, 5, 2), (5, 1, 1), (4, 3, 1), (5, 1, 2)] {
+        for (input, pads, kernel, stride) in [
+            ([8, 8], [[0, 1]; 2], 3, 2),
+            ([7, 7], [[1, 1]; 2], 3, 2),
+            ([7, 7], [[2, 2]; 2], 5, 1),
+            ([6, 6], [[1, 2]; 2], 5, 2),
+            ([5, 5], [[0, 0]; 2], 1, 1),
+            ([5, 5], [[0, 0]; 2], 1, 2),
+            ([9, 6], [[3, 3]; 2], 7, 2),
+            ([5, 8], [[1, 1], [0, 1]], 3, 2),
+            ([1, 1], [[1, 1]; 2], 3, 1),
+        ] {
             for (c, n, depthwise) in [(3, 5, false), (4, 4, true)] {
-                let s = SameConv { side, c, n, kernel, stride, depthwise };
-                let (x, w) = (integers(2 * side * side * c, 1), integers(n * s.k(), 2));
+                let s = PaddedConv { input, pads, c, n, kernel, stride, depthwise };
+                let (x, w) = (integers(2 * input[0] * input[1] * c, 1), integers(n * s.k(), 2));
                 assert_eq!(s.forward(&x, &w), reference(&x, &w, &s, 2), "{s:?}");
             }
         }
-        // The case that differs from symmetric padding: 224 pixels, 3x3, stride 2 has its one padded pixel at the end.
-        let s = SameConv { side: 224, c: 3, n: 32, kernel: 3, stride: 2, depthwise: false };
-        assert_eq!((s.pads(), s.output()), ((0, 1), 112));
     }
 
     #[test]
     fn columns_are_what_the_convolution_multiplies() {
-        let s = SameConv { side: 7, c: 3, n: 1, kernel: 3, stride: 2, depthwise: false };
+        let s = PaddedConv { input: [7; 2], pads: [[1, 1]; 2], c: 3, n: 1, kernel: 3, stride: 2, depthwise: false };
         let (x, w) = (integers(2 * 7 * 7 * 3, 1), integers(27, 2));
         let y = s.forward(&x, &w);
         for most in [usize::MAX, 5] {
@@ -198,7 +201,7 @@ mod tests {
 
     #[test]
     fn one_thread_and_many_give_the_same_bits() {
-        let s = SameConv { side: 9, c: 5, n: 5, kernel: 3, stride: 1, depthwise: true };
+        let s = PaddedConv { input: [9; 2], pads: [[1, 1]; 2], c: 5, n: 5, kernel: 3, stride: 1, depthwise: true };
         let real = |len, seed| integers(len, seed).iter().map(|v| (v * 0.37).sin()).collect::<Vec<f32>>();
         let (x, w) = (real(3 * 81 * 5, 1), real(45, 2));
         let run = |threads| {
