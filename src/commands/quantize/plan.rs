@@ -95,7 +95,7 @@ impl Run<'_> {
         let Some(text) = self.text else { return Ok(None) };
         let of = match self.model {
             ModelConfig::Llama(c) => c.num_hidden_layers,
-            ModelConfig::ResNet(_) | ModelConfig::EfficientNet(_) => 0,
+            ModelConfig::ResNet(_) | ModelConfig::Image(_) => 0,
         };
         let there = journal::look(self, text)?;
         Ok(there.map(|found| JournalThere { path: journal::path(&self.args.out), of, found }))
