@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Memory that every command takes beside its tensors: the program, its threads, headers, the proof, small files.
-const BASE_MEMORY: u64 = 96 << 20;
+pub const BASE_MEMORY: u64 = 96 << 20;
 /// Bytes that are written to measure the disk.
 const SAMPLE: usize = 64 << 20;
 
@@ -163,6 +163,13 @@ pub fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<f64, E> {
     let start = Instant::now();
     work()?;
     Ok(start.elapsed().as_secs_f64())
+}
+
+/// The most bytes of memory that this process has had so far; `None` where nothing tells.
+pub fn most_resident() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let kib = text.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    kib.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
 /// Bytes of memory that this process can still take: what the system has available, its control group and its own limit leave.

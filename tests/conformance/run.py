@@ -381,6 +381,18 @@ def export_codes(ctx, folder, name):
     return check_codes(out, read_folder(folder), decompressed_weights(out))
 
 
+def requantized_codes(ctx, folder, name):
+    """A folder of codes quantized anew (--requantize): what compressed-tensors makes of the values that it reads from that folder."""
+    flags = (EXPORTS | FLOAT_EXPORTS)[name]
+    codes = ctx.dsq.quantize(folder, f"{folder.name}-{name}", flags)
+    source, weight = read_folder(folder), decompressed_weights(codes)
+    for key in [k for k in read_folder(codes) if k.endswith((".weight_packed", ".weight_scale"))]:
+        layer = key.rsplit(".", 1)[0]
+        source[f"{layer}.weight"] = weight(layer)
+    out = ctx.dsq.quantize(codes, f"{folder.name}-{name}-again", ["--requantize", *EXPORTS["w4a16-g32-f32"]])
+    return check_codes(out, source, decompressed_weights(out))
+
+
 def export_logits(ctx, folder, name, flags):
     out = ctx.dsq.quantize(folder, f"{folder.name}-{name}", flags)
     sequences = json.loads((folder / "tokens.json").read_text())
@@ -942,6 +954,8 @@ def checks():
         for name, flags in EXPORTS.items():
             yield f"export-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: export_codes(ctx, f, n)
             yield f"export-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name, x=flags: export_logits(ctx, f, n, x)
+        for name in ("w8a16-g32-bf16", "w3a16-g32-bf16", "fp8a16-tensor-f32", "fp8a16-block-f32"):
+            yield f"requantized-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: requantized_codes(ctx, f, n)
         for name in FLOAT_EXPORTS:
             yield f"float-codes {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_codes(ctx, f, n)
             yield f"float-coded-logits {tiny} {name}", lambda ctx, f=GOLDEN / tiny, n=name: float_coded_logits(ctx, f, n)

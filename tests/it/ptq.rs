@@ -16,7 +16,7 @@ pub fn fails(args: &[&str], out: &Path, code: i32, words: &[&str]) {
 }
 
 /// A tokenizer of the printable ASCII characters and newline: one id a character, below the 128 rows of `llama_tiny`.
-fn tokenizer() -> Value {
+pub(super) fn tokenizer() -> Value {
     let chars = ('!'..='~').chain(['\u{120}', '\u{10a}']);
     let vocab: serde_json::Map<String, Value> = chars.enumerate().map(|(i, c)| (c.to_string(), json!(i))).collect();
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});

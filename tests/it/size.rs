@@ -126,6 +126,36 @@ fn memory_follows_the_largest_tensor_and_not_the_model() {
     }
 }
 
+/// A run that chooses codes on text has one block in memory at a time: four times the layers take no more.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_a_calibrated_run_follows_the_largest_block_and_not_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let calib = dir.path().join("calib.txt");
+    std::fs::write(&calib, "It was a bright cold day in April, and the clocks were striking thirteen. ".repeat(20))
+        .unwrap();
+    let run = |layers: usize, method: &[&str]| {
+        let model = dir.path().join(format!("model{layers}"));
+        if !model.exists() {
+            // A block has 0.9 million weights.
+            llama(&model, layers, 256, 768, false);
+            std::fs::write(model.join("tokenizer.json"), crate::ptq::tokenizer().to_string()).unwrap();
+        }
+        let out = dir.path().join("out");
+        let args = ["quantize", text(&model), "--out", text(&out), "--calib", text(&calib), "--calib-tokens", "256"];
+        let args = [&args[..], &["--calib-context", "64", "--overwrite", "--threads", "2"], method].concat();
+        let plan: Value = serde_json::from_str(&works(&[&args[..], &["--plan", "--json"]].concat())).unwrap();
+        (peak(&args), plan["plan"]["memory_bytes"].as_u64().unwrap())
+    };
+    for method in [&["--method", "gptq"][..], &["--method", "gptaq", "--awq-scales"], &["--kv-cache", "int8"]] {
+        let (few, _) = run(4, method);
+        let (many, said) = run(16, method);
+        // Codes of a byte alone would be 10 MB more, floats 42 MB.
+        assert!(many < few + 6_000_000, "{method:?}: {few} and {many} bytes");
+        assert!(many < said, "{method:?}: {many} bytes, {said} by the plan");
+    }
+}
+
 #[test]
 fn shards_and_threads_change_no_tensor() {
     let dir = tempfile::tempdir().unwrap();

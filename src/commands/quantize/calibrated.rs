@@ -188,9 +188,14 @@ impl CalibrationArgs {
         self.epochs.map(|e| e as f64)
     }
 
-    /// Whether columns are scaled before codes are chosen.
+    /// Whether AWQ's scales are searched before codes are chosen.
     pub(super) fn awq_scales(&self) -> bool {
         self.awq_scales
+    }
+
+    /// Whether columns are scaled before codes are chosen.
+    pub(super) fn scales(&self) -> bool {
+        self.awq_scales || self.smooth_quant.is_some()
     }
 
     /// The options that the result depends on, by their names.

@@ -1,8 +1,8 @@
-//! `dsq quantize --plan`, and the room on the disk that every run asks for first: what follows from shapes, options and a short
-//! measurement. Not the printing (see `src/plan.rs`).
+//! `dsq quantize --plan`, and the room on the disk that every run asks for first: what follows from shapes, options and short
+//! measurements; what there is of a journal. Not the printing (see `src/plan.rs`).
 
 use super::{Args, Floats, Method, calibrated::Text, journal, stream, workers};
-use crate::plan::{JournalThere, Plan, stream_memory, timed, write_rate};
+use crate::plan::{BASE_MEMORY, JournalThere, Plan, most_resident, stream_memory, timed, write_rate};
 use crate::{Global, error::CliError};
 use dsq_checkpoint::{
     Checkpoint, FolderFormat, FolderTarget, LinearSpec, ModelConfig, Outline, Workers, check_room, folder_bytes,
@@ -13,6 +13,8 @@ use dsq_train::ptq::Journal;
 
 /// What hashing, packing, writing and reading back take beside reading and rounding, as a share of these.
 const BESIDE: f64 = 0.7;
+/// Memory beside what is counted: threads, the journal's lists, what the system does not get back.
+const MARGIN: u64 = 32 << 20;
 /// Steps of learned rounding for each block, about.
 const AUTOROUND_STEPS: f64 = 200.0;
 
@@ -42,8 +44,10 @@ struct Sizes {
     /// Bytes of the tensors that stay in float.
     floats: f64,
     hidden: f64,
-    /// The longest row of a linear.
+    /// The longest row of a linear, and the weights of the largest that is quantized.
     longest: f64,
+    largest: f64,
+    layers: f64,
     vocabulary: f64,
     tokens: f64,
 }
@@ -70,14 +74,15 @@ impl Run<'_> {
         };
         let aux: usize = self.ckpt.aux_files()?.iter().map(|(_, bytes)| bytes.len()).sum();
         let folder = folder_bytes(&target, outlines)? + aux as u64;
-        if !self.looks {
+        if self.text.is_none() {
             return Ok(folder);
         }
         let s = self.sizes(outlines);
         // The streams lie there twice while they are replaced.
         let streams = 2.0 * self.streams() * 4.0 * s.tokens * s.hidden;
-        let latents = if self.steps() > 0.0 { 4.0 * s.weights } else { 0.0 };
-        let quantized = folder - folder.min(s.floats as u64);
+        // With steps the trained weights lie there, and the layers as they were before these.
+        let (latents, times) = if self.steps() > 0.0 { (4.0 * s.weights, 2) } else { (0.0, 1) };
+        let quantized = if self.looks { times * (folder - folder.min(s.floats as u64)) } else { 0 };
         Ok(folder + quantized + (streams + latents) as u64)
     }
 
@@ -106,6 +111,7 @@ impl Run<'_> {
     /// # Errors
     /// What reading a layer or trying the disk gives.
     pub(super) fn plan(&self) -> Result<Plan, CliError> {
+        let held = most_resident();
         let outlines = self.outlines()?;
         let disk = self.disk(&outlines)?;
         let s = self.sizes(&outlines);
@@ -127,16 +133,15 @@ impl Run<'_> {
             measured += &format!(", the disk takes {:.0} MB/s", written / 1e6);
         }
         let mut memory = stream_memory(&outlines, Workers::new(self.global.threads()));
-        if self.looks || self.config.kv_cache.is_some() {
-            memory += self.memory(&s) as u64;
+        if self.text.is_some() {
+            // What was read so far is read by every run with this text, and the system does not get all of it back.
+            let writing = memory.saturating_sub(BASE_MEMORY) as f64;
+            memory = held.unwrap_or(BASE_MEMORY) + MARGIN + self.phases(&s, writing) as u64;
         }
-        if self.looks {
+        if self.text.is_some() {
             let flops = self.flop_rate(&s)?;
             time += self.work(&s) / flops;
             measured += &format!(", products are computed at {:.1} GFLOP/s", flops / 1e9);
-        }
-        if self.args.calibration.target_bits.is_some() {
-            memory = memory.max((8.0 * s.all) as u64 + memory / 4);
         }
         Ok(Plan { memory, disk, seconds: time, measured, journal: self.journal()? })
     }
@@ -150,9 +155,9 @@ impl Run<'_> {
             *blocks.entry(block.join(".")).or_insert(0.0) += size(&spec);
         }
         blocks.remove("lm_head");
-        let (hidden, vocabulary) = match self.model {
-            ModelConfig::Llama(c) => (c.hidden_size as f64, c.vocab_size as f64),
-            ModelConfig::ResNet(_) | ModelConfig::Image(_) => (0.0, 0.0),
+        let [hidden, vocabulary, layers] = match self.model {
+            ModelConfig::Llama(c) => [c.hidden_size, c.vocab_size, c.num_hidden_layers].map(|n| n as f64),
+            ModelConfig::ResNet(_) | ModelConfig::Image(_) => [0.0; 3],
         };
         let floats = outlines.iter().map(|o| match o {
             Outline::Plain { dtype, .. } => o.values() as f64 * dtype.size() as f64,
@@ -165,6 +170,8 @@ impl Run<'_> {
             floats: floats.sum(),
             hidden,
             longest: self.model.linears().iter().map(|l| l.k() as f64).fold(0.0, f64::max),
+            largest: self.specs.iter().map(size).fold(0.0, f64::max),
+            layers,
             vocabulary,
             tokens: self.text.map_or(0.0, |t| t.calibration().tokens() as f64),
         }
@@ -183,26 +190,47 @@ impl Run<'_> {
         if self.trains() { self.args.calibration.steps() as f64 } else { 0.0 }
     }
 
-    /// Bytes that a calibrated run holds beside what writing takes.
-    fn memory(&self, s: &Sizes) -> f64 {
-        // Codes and scales of the whole model, and what stays in float.
-        let kept = 1.2 * s.weights + s.floats;
-        // Training goes through a block with copies of its streams.
-        let streams = 4.0 * s.tokens * s.hidden * self.streams() * if self.trains() { 2.0 } else { 1.0 };
-        let embedding = 8.0 * s.vocabulary * s.hidden;
-        // The layer in f32, as it came, as it becomes, what is rounded and its errors; the sums of its inputs and their factor.
-        let mut block = 24.0 * s.block + 40.0 * s.longest * s.longest;
-        let activations = 1024.0 * 4.0 * 24.0 * (s.hidden + s.longest);
+    /// Bytes that a run with a text takes at most beside what reading that text took: those of the largest of its phases. One layer of the
+    /// model is there at a time, but where all of it is trained or searched.
+    fn phases(&self, s: &Sizes, writing: f64) -> f64 {
+        let streams = 4.0 * s.tokens * s.hidden * self.streams();
+        // A batch of 1,024 tokens: heads, norms and the feed-forward block.
+        let activations = 4096.0 * (8.0 * s.hidden + 4.0 * s.longest);
+        // The table, and what it is made of.
+        let embedding = 8.0 * s.vocabulary * s.hidden + streams;
+        let mut most = writing.max(embedding);
+        // The streams are there twice while they are written down.
+        let mut walk = |bytes: f64| most = most.max(bytes + 2.0 * streams);
+        let (layer, square) = (4.0 * s.block, s.longest * s.longest);
+        if self.looks {
+            // What is scaled is kept as it came, and a candidate is made of it.
+            let scaled = self.args.calibration.scales() || self.args.method == Method::Awq;
+            let original = if scaled { layer + 8.0 * s.largest } else { 0.0 };
+            // The float layer, and how far its inputs are off.
+            let follows = matches!(self.args.method, Method::Gptaq | Method::Blockwise);
+            let float = if follows { layer + 14.0 * square } else { 0.0 };
+            // The sums over the inputs, while they are made; then with their factor, the codes that are chosen and their errors.
+            let measured = 12.0 * square + activations;
+            let chosen = 20.0 * square + 20.0 * s.largest;
+            walk(layer + original + float + measured.max(chosen));
+        }
         if self.trains() {
-            // Latent weights with gradients and two moments, and what the way back needs.
-            block += 24.0 * s.block + 3.0 * activations;
+            // The float block, the quantized one, the one that is trained and where it began, with gradients and two moments; what the
+            // way back needs; and the streams at the block's inputs beside those behind it.
+            walk(9.0 * layer + 2.0 * activations + 2.0 * streams);
         }
-        let mut most = embedding.max(block + activations);
+        if self.config.kv_cache.is_some() {
+            walk(layer + 12.0 * s.largest + activations);
+        }
+        if self.args.calibration.target_bits.is_some() {
+            // The float model, what each of its layers sees of one batch, and predictions.
+            most = most.max(4.5 * s.all + 4096.0 * (s.layers * s.hidden + 4.0 * s.vocabulary) + layer + activations);
+        }
         if self.steps() > 0.0 {
-            let end_to_end = 8.0 * s.all + 24.0 * s.weights + 1024.0 * 16.0 * s.vocabulary + 8.0 * activations;
-            most = most.max(end_to_end - streams) + 4.0 * s.weights;
+            // Both models, and gradients and moments of what is trained.
+            most = most.max(8.0 * s.all + 24.0 * s.weights + 4096.0 * 4.0 * s.vocabulary + 2.0 * activations);
         }
-        kept + streams + most
+        most
     }
 
     /// Operations of a calibrated run, about.
@@ -223,7 +251,12 @@ impl Run<'_> {
             Method::Gptaq => 2.0 * pass,
             Method::Rtn | Method::Gptq | Method::Awq => 0.0,
         };
-        2.0 * pass + sums + 4.0 * a_row + scales + trained + self.steps() * 1024.0 * 8.0 * s.all
+        let chosen = if self.looks { 2.0 * pass + sums + 4.0 * a_row + scales + trained } else { 0.0 };
+        let cache = if self.config.kv_cache.is_some() { 1.5 * pass } else { 0.0 };
+        // Four sets of a layer, each with every candidate: a batch through the half of the layers that follow on average, and the head.
+        let searched = 4.0 * s.layers * self.candidates.len() as f64;
+        let search = searched * 1024.0 * (s.weights + 2.0 * s.vocabulary * s.hidden);
+        chosen + cache + search + self.steps() * 1024.0 * 8.0 * s.all
     }
 
     /// Operations a second of the product that calibration mostly does.
