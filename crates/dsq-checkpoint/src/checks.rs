@@ -318,7 +318,9 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
     let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     // Each once: a tensor of a GGUF file may hold many of the source's.
     let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
-    for (name, expected) in stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>() {
+    for (name, expected) in
+        stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>()
+    {
         let found = match gguf {
             // By its name in the file.
             Some(g) => g.sha256_as_stored(name).and_then(|found| found.ok_or_else(|| ckpt.missing(name))),

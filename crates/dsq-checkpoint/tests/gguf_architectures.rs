@@ -65,7 +65,11 @@ fn cases() -> Vec<(&'static str, Value, &'static str)> {
     let eps = json!({"rms_norm_eps": 1e-6});
     vec![
         ("llama_tiny", json!({}), "llama"),
-        ("llama_tiny_untied", json!({"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 1e6}), "llama"),
+        (
+            "llama_tiny_untied",
+            json!({"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 1e6}),
+            "llama",
+        ),
         ("llama_tiny", json!({"rope_scaling": {"rope_type": "linear", "factor": 2.3}}), "llama"),
         ("llama_tiny_llama3rope", json!({}), "llama"),
         ("llama_tiny", yarn(json!({})), "llama"),
@@ -176,7 +180,11 @@ fn dsqs_own_key_must_say_what_the_others_say() {
         let e = GgufFile::open(&out).unwrap_err();
         assert!(e.exit_code() == 3 && words.iter().all(|w| e.to_string().contains(w)), "{e}");
     };
-    refused(b"llama.context_length\x04\0\0\0\0\x01", b"llama.context_length\x04\0\0\0\0\x02", &["llama.context_length", "UINT32 256", "dsq.config", "UINT32 512"]);
+    refused(
+        b"llama.context_length\x04\0\0\0\0\x01",
+        b"llama.context_length\x04\0\0\0\0\x02",
+        &["llama.context_length", "UINT32 256", "dsq.config", "UINT32 512"],
+    );
     refused(b"llama.rope.freq_base", b"llama.rope.freq_bass", &["llama.rope.freq_base", "got nothing"]);
     refused(b"\"mistral\"", b"\"mixtral\"", &["dsq.config"]);
     refused(b"\"mistral\"", b"\"qwen900\"", &["dsq.config", "qwen900"]);
@@ -192,13 +200,15 @@ fn what_llama_cpp_would_not_honour_is_refused_by_name() {
         all.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
         all
     };
-    let deepseek_yarn = |mscale: Value, all: Value| {
-        with(yarn(json!({"mscale": mscale, "mscale_all_dim": all})))
-    };
+    let deepseek_yarn = |mscale: Value, all: Value| with(yarn(json!({"mscale": mscale, "mscale_all_dim": all})));
     for (golden, changes, words) in [
         ("mistral_tiny", json!({}), vec!["sliding_window", "full attention in llama", "= 256, got 8"]),
         ("qwen2_tiny", json!({}), vec!["sliding_window", "full attention in qwen2", "got 8"]),
-        ("llama_tiny", json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), vec!["rope_scaling", "dynamic"]),
+        (
+            "llama_tiny",
+            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+            vec!["rope_scaling", "dynamic"],
+        ),
         ("llama_tiny", yarn(json!({"beta_fast": 16.0})), vec!["rope_scaling", "beta_fast", "16"]),
         ("llama_tiny", yarn(json!({"truncate": false})), vec!["rope_scaling", "truncate", "false"]),
         ("qwen3_tiny", json!({"rope_scaling": llama3()}), vec!["rope_scaling", "qwen3", "llama3"]),
@@ -207,7 +217,11 @@ fn what_llama_cpp_would_not_honour_is_refused_by_name() {
         ("deepseek_v2_tiny", with(json!({})), vec!["n_group", "best two experts", "got 4"]),
         ("deepseek_v3_tiny", deepseek_yarn(json!(1.0), json!(0.5)), vec!["mscale", "Some(1.0) and Some(0.5)"]),
         ("deepseek_v3_tiny", deepseek_yarn(Value::Null, Value::Null), vec!["mscale", "None and None"]),
-        ("deepseek_v3_tiny", with(json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}})), vec!["deepseek2", "yarn"]),
+        (
+            "deepseek_v3_tiny",
+            with(json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}})),
+            vec!["deepseek2", "yarn"],
+        ),
     ] {
         let model = model(dir.path(), golden, &changes);
         let out = dir.path().join("m.gguf");
@@ -240,7 +254,9 @@ fn f077_scaling_keys_are_honoured_or_refused() {
     // What convert_hf_to_gguf.py writes and llama.cpp reads of no such model: allowed where it changes nothing.
     let said = yarn().f32("llama.rope.scaling.yarn_beta_fast", 32.0).f32("llama.rope.scaling.yarn_ext_factor", 1.0);
     assert_eq!(config(said).rope_scaling, Some(RopeScaling::Yarn(y)));
-    for (key, value) in [("beta_fast", 16.0), ("beta_slow", 2.0), ("ext_factor", 0.5), ("attn_factor", 1.3), ("log_multiplier", 0.1)] {
+    for (key, value) in
+        [("beta_fast", 16.0), ("beta_slow", 2.0), ("ext_factor", 0.5), ("attn_factor", 1.3), ("log_multiplier", 0.1)]
+    {
         let key = format!("llama.rope.scaling.yarn_{key}");
         refused_with(&yarn().f32(&key, value), &[&key, &format!("got {value}")]);
     }
@@ -278,7 +294,12 @@ fn f074_keys_of_experts_and_latents_are_honoured_or_refused() {
         (
             "deepseek_v3_tiny",
             vec![
-                ("expert_gating_func", UINT32, 3u32.to_le_bytes().to_vec(), "expected 1 (softmax) or 2 (sigmoid), got 3"),
+                (
+                    "expert_gating_func",
+                    UINT32,
+                    3u32.to_le_bytes().to_vec(),
+                    "expected 1 (softmax) or 2 (sigmoid), got 3",
+                ),
                 ("expert_gating_func", UINT32, 1u32.to_le_bytes().to_vec(), "best two experts"),
                 ("expert_group_count", UINT32, 3u32.to_le_bytes().to_vec(), "expert_count = 8"),
                 ("expert_weights_scale", FLOAT32, (-1f32).to_le_bytes().to_vec(), "got -1"),
@@ -302,7 +323,9 @@ fn f074_keys_of_experts_and_latents_are_honoured_or_refused() {
             assert_ne!(ty, BOOL);
             let mut changed = bytes.clone();
             let start = format!(".{key}");
-            let at = bytes.windows(start.len() + 4).position(|w| w[..start.len()] == *start.as_bytes() && w[start.len()..] == ty.to_le_bytes());
+            let at = bytes
+                .windows(start.len() + 4)
+                .position(|w| w[..start.len()] == *start.as_bytes() && w[start.len()..] == ty.to_le_bytes());
             let at = at.unwrap_or_else(|| panic!("{key}")) + start.len() + 4;
             changed[at..at + 4].copy_from_slice(&value);
             std::fs::write(&out, &changed).unwrap();

@@ -239,15 +239,19 @@ fn whole_config(
     if (ids.bos, &ids.eos, ids.pad) != (c.bos_token_id, &c.eos_token_ids, c.pad_token_id) {
         let want = (c.bos_token_id, &c.eos_token_ids, c.pad_token_id);
         let got = (ids.bos, &ids.eos, ids.pad);
-        return Err(other("tokenizer.ggml", format!("the ids of BOS, the ends and padding: expected {want:?}, as {CONFIG} says, got {got:?}")));
+        return Err(other(
+            "tokenizer.ggml",
+            format!("the ids of BOS, the ends and padding: expected {want:?}, as {CONFIG} says, got {got:?}"),
+        ));
     }
     match factors {
         Some(factors) if !rope::same_factors(&c, factors, 1e-6) => {
             Err(other(super::layout::ROPE_FACTORS, format!("expected the factors of {CONFIG}, got others")))
         }
-        None if rope::factors(&c).is_some() => {
-            Err(other(super::layout::ROPE_FACTORS, format!("expected a tensor of that name, as {CONFIG} says, got none")))
-        }
+        None if rope::factors(&c).is_some() => Err(other(
+            super::layout::ROPE_FACTORS,
+            format!("expected a tensor of that name, as {CONFIG} says, got none"),
+        )),
         _ => Ok(c),
     }
 }
@@ -398,7 +402,8 @@ fn deepseek(keys: &mut Keys) -> Result<Experts, CheckpointError> {
     let groups = match (scores, groups) {
         (Scores::Softmax, 0 | 1) => None,
         (Scores::Softmax, n) => {
-            let problem = "llama.cpp scores a group by its best two experts, deepseek_v2 by its best; expected 0 or 1, got";
+            let problem =
+                "llama.cpp scores a group by its best two experts, deepseek_v2 by its best; expected 0 or 1, got";
             return Err(keys.invalid("expert_group_count", format!("{problem} {n}")));
         }
         (Scores::Sigmoid, 0 | 1) => Some(Groups { count: 1, kept: 1 }),

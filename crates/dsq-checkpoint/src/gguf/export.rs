@@ -316,7 +316,7 @@ impl<'a> GgufExport<'a> {
         let (p, mut bytes, mut parts) = (&self.plan[i], Vec::new(), Vec::new());
         for part in 0..p.parts() {
             let encoded = self.encode(p, part, encode)?;
-            bytes.extend(in_file_order(&encoded.bytes, p));
+            bytes.extend_from_slice(&in_file_order(&encoded.bytes, p));
             parts.push(self.meant(p, part, &encoded)?);
         }
         Ok(Meant { bytes: hex_sha256(&bytes), parts })
@@ -449,7 +449,9 @@ fn dropped(
     let mut used: HashSet<String> = plan.iter().flat_map(|p| p.tensor.parts.iter().cloned()).collect();
     for p in plan {
         let codes = p.tensor.parts.iter().zip(&p.kinds).filter(|(_, k)| **k == Kind::Codes);
-        used.extend(codes.flat_map(|(name, _)| crate::packed::WEIGHT_PARTS.map(|part| source.part(module(name), part))));
+        used.extend(
+            codes.flat_map(|(name, _)| crate::packed::WEIGHT_PARTS.map(|part| source.part(module(name), part))),
+        );
     }
     let ahead = |name: &str| matches!(source.config(), ModelConfig::Llama(c) if c.mtp_layer(name).is_some());
     let mut out = Vec::new();

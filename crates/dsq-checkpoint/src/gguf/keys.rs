@@ -76,7 +76,9 @@ pub(crate) fn pairs(c: &LlamaConfig, layout: Layout) -> Result<Vec<(&'static str
         let (name, all) = (arch.name(), c.max_position_embeddings);
         return refuse(
             "sliding_window",
-            format!("llama.cpp has full attention in {name}; expected none, or at least max_position_embeddings = {all}, got {w}"),
+            format!(
+                "llama.cpp has full attention in {name}; expected none, or at least max_position_embeddings = {all}, got {w}"
+            ),
         );
     }
     let mut out = Vec::new();
@@ -113,7 +115,10 @@ pub(crate) fn pairs(c: &LlamaConfig, layout: Layout) -> Result<Vec<(&'static str
             if c.head_dim * c.num_attention_heads != c.hidden_size {
                 if arch == Arch::Qwen2 {
                     let (d, heads) = (c.head_dim, c.num_attention_heads);
-                    let problem = format!("llama.cpp has heads of hidden_size / num_attention_heads in qwen2; expected {} / {heads}, got {d}", c.hidden_size);
+                    let problem = format!(
+                        "llama.cpp has heads of hidden_size / num_attention_heads in qwen2; expected {} / {heads}, got {d}",
+                        c.hidden_size
+                    );
                     return refuse("head_dim", problem);
                 }
                 size("attention.key_length", c.head_dim)?;
@@ -156,13 +161,22 @@ fn deepseek(c: &LlamaConfig, e: &Experts, out: &mut Vec<(&'static str, Value)>) 
     let n = c.num_hidden_layers;
     let lite = n == 26 || n == 27 || n == 48 && c.vocab_size == 128_256;
     if let Some(rank) = c.latent.and_then(|a| a.q_rank).filter(|_| lite) {
-        return refuse("q_lora_rank", format!("llama.cpp takes a deepseek2 of {n} layers to have none; expected null, got {rank}"));
+        return refuse(
+            "q_lora_rank",
+            format!("llama.cpp takes a deepseek2 of {n} layers to have none; expected null, got {rank}"),
+        );
     }
     if e.every != 1 {
-        return refuse("moe_layer_freq", format!("llama.cpp has experts in every layer of deepseek2; expected 1, got {}", e.every));
+        return refuse(
+            "moe_layer_freq",
+            format!("llama.cpp has experts in every layer of deepseek2; expected 1, got {}", e.every),
+        );
     }
     if e.shared == 0 {
-        return refuse("n_shared_experts", "llama.cpp has shared experts in deepseek2; expected at least 1, got 0".into());
+        return refuse(
+            "n_shared_experts",
+            "llama.cpp has shared experts in deepseek2; expected at least 1, got 0".into(),
+        );
     }
     let groups = e.routing.groups.filter(|g| g.kept < g.count);
     if let Some(g) = groups.filter(|_| e.routing.scores == Scores::Softmax) {

@@ -1,8 +1,8 @@
 //! The kinds of GGUF file that dsq writes, and which type each tensor of such a file gets: what llama.cpp's quantizer takes
 //! without an importance matrix (`llama-quant.cpp`, `llama_tensor_get_type`). Not the quantization itself.
 
-use super::dequant::GgmlType;
 use super::arch::Arch;
+use super::dequant::GgmlType;
 use super::layout::{Layout, file_tensors};
 use crate::LlamaConfig;
 use dsq_quant::GgufGrid;
@@ -28,15 +28,8 @@ pub enum GgufType {
 
 impl GgufType {
     /// Every kind.
-    pub const ALL: [GgufType; 7] = [
-        GgufType::F32,
-        GgufType::Bf16,
-        GgufType::F16,
-        GgufType::Q8_0,
-        GgufType::Q4_0,
-        GgufType::Q4_1,
-        GgufType::Q4KM,
-    ];
+    pub const ALL: [GgufType; 7] =
+        [GgufType::F32, GgufType::Bf16, GgufType::F16, GgufType::Q8_0, GgufType::Q4_0, GgufType::Q4_1, GgufType::Q4KM];
 
     /// llama.cpp's name: `Q4_0`, `Q4_K_M`.
     pub fn name(self) -> &'static str {
@@ -212,8 +205,7 @@ mod tests {
 
     #[test]
     fn experts_and_large_models_have_types_of_their_own() {
-        let routing =
-            Routing { per_token: 2, scores: Scores::Softmax, groups: None, normalized: true, scale: 1.0 };
+        let routing = Routing { per_token: 2, scores: Scores::Softmax, groups: None, normalized: true, scale: 1.0 };
         let experts = |count| Experts { count, width: 512, shared: 0, first_layer: 0, every: 1, routing };
         let mut c = config(32, false);
         c.model_type = "mixtral".into();

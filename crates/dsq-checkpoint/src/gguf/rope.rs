@@ -32,13 +32,15 @@ pub(crate) fn pairs(c: &LlamaConfig, arch: Arch) -> Result<Vec<(&'static str, Va
     let name = arch.name();
     match c.rope_scaling {
         None => Ok(Vec::new()),
-        Some(RopeScaling::Dynamic { .. }) => refuse("llama.cpp has no dynamic scaling; expected none, got dynamic".into()),
+        Some(RopeScaling::Dynamic { .. }) => {
+            refuse("llama.cpp has no dynamic scaling; expected none, got dynamic".into())
+        }
         Some(RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. }) if arch == Arch::Deepseek2 => {
             refuse("llama.cpp has yarn alone for deepseek2; expected yarn or none, got another".into())
         }
-        Some(RopeScaling::Llama3 { .. }) if arch != Arch::Llama => {
-            refuse(format!("llama.cpp takes factors of frequencies for llama alone; expected none for {name}, got llama3"))
-        }
+        Some(RopeScaling::Llama3 { .. }) if arch != Arch::Llama => refuse(format!(
+            "llama.cpp takes factors of frequencies for llama alone; expected none for {name}, got llama3"
+        )),
         Some(RopeScaling::Llama3 { .. }) => Ok(Vec::new()),
         Some(RopeScaling::Linear { factor }) => {
             Ok(vec![("rope.scaling.type", text("linear")), ("rope.scaling.factor", Value::F32(factor as f32))])
@@ -135,7 +137,8 @@ pub(crate) fn read(
             Some(RopeScaling::Yarn(y))
         }
         other => {
-            let problem = format!("expected \"none\", \"linear\" or \"yarn\", got {:?}", crate::error::printable(other));
+            let problem =
+                format!("expected \"none\", \"linear\" or \"yarn\", got {:?}", crate::error::printable(other));
             return Err(metadata.invalid(&name, problem));
         }
     };
@@ -154,17 +157,14 @@ pub(crate) fn read(
     for (key, got, allowed) in said.into_iter().chain(betas) {
         let Some(got) = got.transpose()? else { continue };
         if !allowed.iter().any(|want| f64::from(got - want).abs() <= SAME * f64::from(want.abs())) {
-            let problem = format!("llama.cpp does not read it for this architecture; expected {}, got {got}", allowed[0]);
+            let problem =
+                format!("llama.cpp does not read it for this architecture; expected {}, got {got}", allowed[0]);
             return Err(metadata.invalid(&keys.name(key), problem));
         }
     }
     let unused = [("rope.scaling.attn_factor", rest, 1.0, yarn.is_some() && arch != Arch::Deepseek2)];
-    let unused = unused.into_iter().chain([(
-        "rope.scaling.yarn_log_multiplier",
-        log_multiplier,
-        0.0,
-        arch == Arch::Deepseek2,
-    )]);
+    let unused =
+        unused.into_iter().chain([("rope.scaling.yarn_log_multiplier", log_multiplier, 0.0, arch == Arch::Deepseek2)]);
     for (key, got, none, used) in unused {
         if !used && got != none {
             let problem = format!("dsq has no such scaling here; expected {none}, got {got}");
@@ -173,7 +173,9 @@ pub(crate) fn read(
     }
     match (scaling, factors) {
         (scaling, None) => Ok(scaling),
-        (None, Some(factors)) => fit(c, factors).map_err(|problem| metadata.invalid(super::layout::ROPE_FACTORS, problem)),
+        (None, Some(factors)) => {
+            fit(c, factors).map_err(|problem| metadata.invalid(super::layout::ROPE_FACTORS, problem))
+        }
         (Some(_), Some(_)) => {
             let problem = "expected rotary scaling by keys or by this tensor, got both";
             Err(metadata.invalid(super::layout::ROPE_FACTORS, problem))
@@ -223,7 +225,12 @@ fn fit(c: &LlamaConfig, factors: &[f32]) -> Result<Option<RopeScaling>, String> 
         }
     }
     for (low_freq_factor, high_freq_factor) in ends {
-        let found = RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings: context };
+        let found = RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings: context,
+        };
         if !(low_freq_factor > 0.0 && high_freq_factor > low_freq_factor) {
             continue;
         }
@@ -286,7 +293,9 @@ mod tests {
         }
         let c = config(8, 1e4, serde_json::Value::Null);
         assert_eq!(fit(&c, &[1.0; 4]), Ok(None));
-        for (odd, words) in [(&[1.0, 2.0, 1.5, 4.0][..], "got others"), (&[0.5; 4], "at least 1"), (&[1.0; 3], "4 finite")] {
+        for (odd, words) in
+            [(&[1.0, 2.0, 1.5, 4.0][..], "got others"), (&[0.5; 4], "at least 1"), (&[1.0; 3], "4 finite")]
+        {
             assert!(fit(&c, odd).unwrap_err().contains(words), "{odd:?}");
         }
     }
