@@ -838,6 +838,55 @@ def gguf_tokenizer(ctx):
     return expect(not wrong, f"{len(golden) - len(wrong)}/{len(golden)} texts with the ids of llama.cpp's own file" + "".join(f" {w!r}" for w in wrong[:3]))
 
 
+def sentencepiece_model(ctx, prefix):
+    """A seeded model with a tokenizer of Llama 2's kind: pieces learnt on a text, every way to make one of two as transformers lists it."""
+    import torch
+    from tokenizers import Tokenizer, models, normalizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM
+    folder = ctx.work / f"sentencepiece-{prefix}"
+    if folder.exists():
+        return folder
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    steps = [normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")]
+    learnt = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    learnt.normalizer = normalizers.Sequence(steps)
+    lines = (ROOT / "recipes/data/pydoc/train.txt").read_text()[:60000].splitlines()
+    learnt.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False))
+    vocab = {t: i for t, i in sorted(learnt.get_vocab().items(), key=lambda p: p[1])}
+    for n in range(2, 9):
+        vocab.setdefault("\u2581" * n, len(vocab))
+    ways = [(-i, a, b) for t, i in vocab.items() if t not in special
+            for a, b in ((t[:k], t[k:]) for k in range(1, len(t))) if a in vocab and b in vocab]
+    ways.sort(key=lambda w: (w[0], len(w[1]), len(w[2])), reverse=True)
+    value = json.loads(learnt.to_str())
+    value["model"]["vocab"], value["model"]["merges"] = vocab, [[a, b] for _, a, b in ways]
+    value["added_tokens"] = [t for t in value["added_tokens"] if t["content"] in special[:3]]
+    torch.manual_seed(9)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(vocab), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                 bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder
+
+
+def gguf_sentencepiece(ctx, prefix):
+    """llama.cpp, given the scores that dsq makes of merges, gives the ids of `tokenizers`, and so does dsq for the file."""
+    from tokenizers import Tokenizer
+    folder = sentencepiece_model(ctx, prefix)
+    out = gguf_file(ctx, folder, "F16")
+    texts = [c["text"] for c in json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())["cases"]]
+    texts += (ROOT / "recipes/data/pydoc/heldout.txt").read_text()[:20000].split("\n\n")
+    texts = [t for t in texts if t]
+    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    want = [theirs.encode(t, add_special_tokens=False).ids for t in texts]
+    model = llama_cpp().Llama(str(out), vocab_only=True, verbose=False)
+    got = [model.tokenize(t.encode(), add_bos=False, special=True) for t in texts]
+    listed = ctx.work / "sentencepiece-texts.json"
+    listed.write_text(json.dumps(texts))
+    ours = json.loads(ctx.dsq("tokenize", out, "--file", listed))
+    wrong = [t for t, a, b, c in zip(texts, want, got, ours, strict=True) if not a == b == c]
+    return expect(not wrong, f"{len(texts) - len(wrong)}/{len(texts)} texts with one list of ids" + "".join(f" {w!r}" for w in wrong[:3]))
+
+
 def tokenizer(ctx):
     golden = json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())
     cases = golden["cases"]
@@ -999,6 +1048,8 @@ def checks():
         yield f"onnx-images lite0 {name}", lambda ctx, n=name: onnx_lite0(ctx, n)
     yield from image_checks.checks(expect, Skipped)
     yield "gguf-tokenizer smollm2", gguf_tokenizer
+    for prefix in (True, False):
+        yield f"gguf-sentencepiece {'prefix' if prefix else 'plain'}", lambda ctx, p=prefix: gguf_sentencepiece(ctx, p)
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
     yield "onnx-logits smollm2", smollm2_onnx

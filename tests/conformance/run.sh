@@ -8,10 +8,28 @@ venv="$cache/conformance"
 target="${CARGO_TARGET_DIR:-target}"
 if ! cmp -s tests/conformance/requirements.txt "$venv/installed.txt"; then
     python3 -m venv --clear "$venv"
-    # llama-cpp-python builds llama.cpp from source; without it the checks that need it are skipped.
+    # llama-cpp-python below: it is built from source, or left out.
     grep -v '^llama-cpp-python' tests/conformance/requirements.txt > "$venv/wanted.txt"
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$venv/wanted.txt"
     cp tests/conformance/requirements.txt "$venv/installed.txt"
+fi
+# The checks with llama.cpp need llama-cpp-python: a wheel where pip finds one, else a build of some ten minutes (a C++ compiler; cut off
+# after 25, so that .ci/run stays within its time). Tried once for these requirements; DSQ_CONFORMANCE_LLAMA=0 leaves it out, and without
+# it these checks are skipped.
+if [ "${DSQ_CONFORMANCE_LLAMA:-1}" != 0 ] && [ ! -e "$venv/llama-tried" ]; then
+    touch "$venv/llama-tried"
+    if ! "$venv/bin/python" -c 'import llama_cpp' 2>/dev/null; then
+        wanted="$(grep '^llama-cpp-python' tests/conformance/requirements.txt)"
+        pip() { timeout 25m "$venv/bin/pip" install --quiet --disable-pip-version-check "$@" "$wanted"; }
+        # gcc 12 miscompiles llama.cpp's setup of AMX (README.md).
+        if grep -qs amx_tile /proc/cpuinfo; then
+            export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+            export CXXFLAGS="$CFLAGS"
+        fi
+        pip --only-binary llama-cpp-python 2>/dev/null ||
+            CMAKE_BUILD_PARALLEL_LEVEL="$(nproc)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip --no-binary llama-cpp-python ||
+            echo "no llama-cpp-python: its checks are skipped"
+    fi
 fi
 # Source archives only: their packing functions run by themselves (column_peers.py). Without them these checks are skipped.
 peers="$cache/peers"

@@ -320,7 +320,7 @@ fn f063_what_the_keys_of_a_tokenizer_cannot_say_is_refused_by_name() {
     };
     for (path, value, words) in [
         ("/model/type", json!("Unigram"), &["model.type", "BPE", "Unigram"][..]),
-        ("/model/byte_fallback", json!(true), &["model.byte_fallback", "true"]),
+        ("/model/byte_fallback", json!(true), &["normalizer, pre_tokenizer", "Metaspace"]),
         ("/model/ignore_merges", json!(true), &["model.ignore_merges", "expected false", "gpt-2", "got true"]),
         ("/normalizer", json!({"type": "NFC"}), &["normalizer (NFC)", "expected false", "got true"]),
         ("/normalizer", json!({"type": "Lowercase"}), &["normalizer", "Lowercase"]),

@@ -95,10 +95,11 @@ fn f076_pre_tokenizers_are_never_guessed() {
     for name in ["default", "deepseek-llm", "SMOLLM", ""] {
         not_rebuilt(&toy_with_tokenizer().text(pre, name), &[pre, "smollm", &format!("got {name:?}")]);
     }
-    not_rebuilt(
-        &toy_with_tokenizer().text("tokenizer.ggml.model", "llama"),
-        &["tokenizer.ggml.model", "gpt2", "llama"],
-    );
+    not_rebuilt(&toy_with_tokenizer().text("tokenizer.ggml.model", "t5"), &["tokenizer.ggml.model", "gpt2", "t5"]);
+    let pieces = || toy_with_tokenizer().text("tokenizer.ggml.model", "llama");
+    not_rebuilt(&pieces(), &[SCORES, "missing", "FLOAT32"]);
+    let scores = array(FLOAT32, &vec![vec![0; 4]; 8]);
+    not_rebuilt(&pieces().set(SCORES, ARRAY, scores), &["tokenizer.ggml.tokens", "each byte", "<0x00>"]);
     not_rebuilt(&toy_with_tokenizer().without(TYPES), &[TYPES, "missing"]);
     not_rebuilt(&toy_with_tokenizer().without(MERGES), &[MERGES, "missing"]);
     let prefix = "tokenizer.ggml.add_space_prefix";

@@ -321,7 +321,7 @@ impl<'a> GgufExport<'a> {
         let (p, mut bytes, mut parts) = (&self.plan[i], Vec::new(), Vec::new());
         for part in 0..p.parts() {
             let encoded = self.encode(p, part, encode)?;
-            bytes.extend(in_file_order(&encoded.bytes, p));
+            bytes.extend_from_slice(&in_file_order(&encoded.bytes, p));
             parts.push(self.meant(p, part, &encoded)?);
         }
         Ok(Meant { bytes: hex_sha256(&bytes), parts })

@@ -2,10 +2,10 @@
 //!
 //! What is read: one little-endian file of version 2 or 3, of the architectures `llama` (llama, mistral, mixtral), `qwen2`, `qwen3` or
 //! `deepseek2` (deepseek_v2, deepseek_v3), with tensors of type F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K, and a
-//! byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2") whose `pre` is known. What is refused, with exit code 3 and by name: other
-//! architectures and types, big-endian and split files, what no config of `transformers` says (`arch.rs`, `rope.rs`), SentencePiece
-//! tokenizers, and every key of the architecture that dsq does not know, because a key that is skipped is a model that computes
-//! something else.
+//! byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2") whose `pre` is known or a SentencePiece one ("llama"). What is refused, with
+//! exit code 3 and by name: other architectures and types, big-endian and split files, what no config of `transformers` says (`arch.rs`,
+//! `rope.rs`), other tokenizers, and every key of the architecture that dsq does not know, because a key that is skipped is a model that
+//! computes something else.
 //!
 //! - **Weights** are dequantized to f32 exactly as ggml does (`dequant.rs`); a NaN or infinite value is refused on reading.
 //! - **Names and shapes** are those of `transformers` (`blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`, shape
@@ -30,6 +30,7 @@ mod mix;
 mod pretokenizer;
 mod proof;
 mod rope;
+mod sentencepiece;
 mod tokenizer;
 mod value;
 mod vocabulary;

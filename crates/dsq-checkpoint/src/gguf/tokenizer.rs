@@ -1,22 +1,23 @@
 //! The tokenizer of a GGUF file, checked and rebuilt as the files of a Hugging Face folder. Not a tokenizer itself.
 //!
 //! Structural faults (arrays of unequal length, merges that name no token, ids out of range) make [`GgufTokenizer::read`]
-//! fail. A tokenizer that is whole but of a kind that dsq cannot rebuild (SentencePiece, an unknown `pre`) fails only in
+//! fail. A tokenizer that is whole but of a kind that dsq cannot rebuild (unigram, an unknown `pre`) fails only in
 //! [`GgufTokenizer::files`], so that the weights remain readable; nothing is guessed.
 
 use super::arch::SpecialIds;
 use super::pretokenizer::PreTokenizer;
+use super::sentencepiece;
 use super::value::{Metadata, Strings, ValueType};
 use crate::CheckpointError;
 use crate::error::printable;
 use serde_json::{Map, Value, json};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 pub(crate) const MODEL: &str = "tokenizer.ggml.model";
 pub(crate) const PRE: &str = "tokenizer.ggml.pre";
 pub(crate) const TOKENS: &str = "tokenizer.ggml.tokens";
 pub(crate) const TYPES: &str = "tokenizer.ggml.token_type";
-const SCORES: &str = "tokenizer.ggml.scores";
+pub(crate) const SCORES: &str = "tokenizer.ggml.scores";
 pub(crate) const MERGES: &str = "tokenizer.ggml.merges";
 pub(crate) const TEMPLATE: &str = "tokenizer.chat_template";
 
@@ -44,6 +45,18 @@ impl TokenType {
     fn is_added(self) -> bool {
         matches!(self, TokenType::Control | TokenType::UserDefined | TokenType::Unknown)
     }
+}
+
+/// [`MODEL`] of SentencePiece vocabularies.
+pub(crate) const SENTENCEPIECE: &str = "llama";
+
+/// A kind of tokenizer that can be rebuilt.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// Byte-level BPE.
+    Bytes(PreTokenizer),
+    /// SentencePiece; whether a text gets a space in front.
+    Pieces(bool),
 }
 
 /// The tokenizer keys of a file, structurally whole.
@@ -94,11 +107,18 @@ impl<'a> GgufTokenizer<'a> {
         id.and_then(|id| self.tokens.get(id as usize))
     }
 
-    /// The pre-tokenizer, if this is a tokenizer that can be rebuilt.
-    fn pre_tokenizer(&self) -> Result<PreTokenizer, CheckpointError> {
+    /// What of tokenizers that can be rebuilt this is.
+    fn kind(&self) -> Result<Kind, CheckpointError> {
         let metadata = self.metadata;
+        let space = "tokenizer.ggml.add_space_prefix";
+        if self.model == SENTENCEPIECE {
+            return Ok(Kind::Pieces(metadata.bool(space)?.unwrap_or(true)));
+        }
         if self.model != "gpt2" {
-            let problem = format!("expected \"gpt2\" (byte-level BPE), got {:?}", printable(self.model));
+            let problem = format!(
+                "expected \"gpt2\" (byte-level BPE) or {SENTENCEPIECE:?} (SentencePiece), got {:?}",
+                printable(self.model)
+            );
             return Err(metadata
                 .invalid(MODEL, problem)
                 .with_hint("give a folder with the model's own tokenizer.json"));
@@ -109,11 +129,34 @@ impl<'a> GgufTokenizer<'a> {
         let found = PreTokenizer::named(name).ok_or_else(|| {
             metadata.invalid(PRE, format!("expected {known}, got {:?}", printable(name))).with_hint(hint)
         })?;
-        if metadata.bool("tokenizer.ggml.add_space_prefix")? == Some(true) {
+        if metadata.bool(space)? == Some(true) {
             let problem = "expected false (byte-level BPE adds no space), got true";
-            return Err(metadata.invalid("tokenizer.ggml.add_space_prefix", problem));
+            return Err(metadata.invalid(space, problem));
         }
-        Ok(found)
+        Ok(Kind::Bytes(found))
+    }
+
+    /// The merges of a SentencePiece vocabulary, which llama.cpp has as scores.
+    fn pieces(&self) -> Result<Vec<String>, CheckpointError> {
+        let scores = self.metadata.words(SCORES, ValueType::F32)?;
+        let scores = scores.ok_or_else(|| self.metadata.missing(SCORES, "an array of FLOAT32"))?;
+        let types = self.types.as_ref().ok_or_else(|| self.metadata.missing(TYPES, "an array of INT32"))?;
+        let joins = |(text, (word, ty)): (&'a str, ([u8; 4], &TokenType))| {
+            (text, (*ty == TokenType::Normal).then(|| f32::from_le_bytes(word)))
+        };
+        let tokens: Vec<(&str, Option<f32>)> =
+            self.tokens.iter().zip(scores.into_iter().zip(types)).map(joins).collect();
+        if let Some(id) = tokens.iter().position(|(_, score)| score.is_some_and(f32::is_nan)) {
+            return Err(self.metadata.invalid(&format!("{SCORES}[{id}]"), "expected a number, got NaN"));
+        }
+        let texts: HashSet<&str> = self.tokens.iter().collect();
+        if let Some(text) = (0..=u8::MAX).map(sentencepiece::byte_token).find(|text| !texts.contains(text.as_str())) {
+            let problem = format!("expected a token for each byte, got none of {text}");
+            return Err(self.metadata.invalid(TOKENS, problem));
+        }
+        sentencepiece::merges_of(&tokens, self.merges.map(|m| m.iter().collect())).ok_or_else(|| {
+            self.metadata.invalid(MERGES, "expected the merges that the scores give, or no such key, got others")
+        })
     }
 
     /// Added tokens: id, text, whether it is a control token.
@@ -127,11 +170,15 @@ impl<'a> GgufTokenizer<'a> {
     }
 
     /// Whether a text gets a BOS token in front, and an EOS token behind it.
-    fn frame(&self, pre: PreTokenizer) -> Result<(bool, bool), CheckpointError> {
+    fn frame(&self, kind: Kind) -> Result<(bool, bool), CheckpointError> {
         let flag = |name: &str, default: bool| {
             Ok::<_, CheckpointError>(self.metadata.bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
         };
-        Ok((flag("add_bos_token", pre.adds_bos)?, flag("add_eos_token", false)?))
+        let adds_bos = match kind {
+            Kind::Bytes(pre) => pre.adds_bos,
+            Kind::Pieces(_) => true,
+        };
+        Ok((flag("add_bos_token", adds_bos)?, flag("add_eos_token", false)?))
     }
 
     /// `tokenizer.json` of the `tokenizers` library.
@@ -139,8 +186,12 @@ impl<'a> GgufTokenizer<'a> {
     /// # Errors
     /// [`CheckpointError::Invalid`] for a kind of tokenizer that dsq does not rebuild.
     pub(crate) fn tokenizer_json(&self) -> Result<Vec<u8>, CheckpointError> {
-        let pre = self.pre_tokenizer()?;
-        let merges = self.merges.ok_or_else(|| self.metadata.missing(MERGES, "an array of STRING"))?;
+        let kind = self.kind()?;
+        let merges = match (kind, self.merges) {
+            (Kind::Pieces(_), _) => self.pieces()?,
+            (Kind::Bytes(_), Some(merges)) => merges.iter().map(str::to_owned).collect(),
+            (Kind::Bytes(_), None) => return Err(self.metadata.missing(MERGES, "an array of STRING")),
+        };
         let added = self.added()?;
         let types = self.types.as_deref().unwrap_or_default();
         // Unused ids are gaps of the original vocabulary that the converter filled with made-up names.
@@ -158,34 +209,45 @@ impl<'a> GgufTokenizer<'a> {
                 json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": special})
             })
             .collect();
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        let (normalizer, pre_tokenizer, decoder, ignore_merges) = match kind {
+            Kind::Bytes(pre) => {
+                (if pre.nfc { json!({"type": "NFC"}) } else { Value::Null }, pre.to_json(), bytes, pre.ignore_merges)
+            }
+            Kind::Pieces(prefix) => {
+                (sentencepiece::normalizer(prefix), Value::Null, sentencepiece::decoder(prefix), false)
+            }
+        };
+        let pieces = matches!(kind, Kind::Pieces(_));
+        let unknown = self.token(self.ids.unk).filter(|_| pieces);
         let tokenizer = json!({
             "version": "1.0",
             "truncation": null,
             "padding": null,
             "added_tokens": added,
-            "normalizer": if pre.nfc { json!({"type": "NFC"}) } else { Value::Null },
-            "pre_tokenizer": pre.to_json(),
-            "post_processor": self.post_processor(pre)?,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+            "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": self.post_processor(kind)?,
+            "decoder": decoder,
             "model": {
                 "type": "BPE",
                 "dropout": null,
-                "unk_token": null,
+                "unk_token": unknown,
                 "continuing_subword_prefix": null,
                 "end_of_word_suffix": null,
-                "fuse_unk": false,
-                "byte_fallback": false,
-                "ignore_merges": pre.ignore_merges,
+                "fuse_unk": pieces,
+                "byte_fallback": pieces,
+                "ignore_merges": ignore_merges,
                 "vocab": vocab,
-                "merges": merges.iter().collect::<Vec<_>>(),
+                "merges": merges,
             },
         });
         Ok(to_bytes(&tokenizer))
     }
 
     /// The template that puts BOS and EOS around a text; null when there are none.
-    fn post_processor(&self, pre: PreTokenizer) -> Result<Value, CheckpointError> {
-        let (bos, eos) = self.frame(pre)?;
+    fn post_processor(&self, kind: Kind) -> Result<Value, CheckpointError> {
+        let (bos, eos) = self.frame(kind)?;
         let mut single = vec![json!({"Sequence": {"id": "A", "type_id": 0}})];
         let mut pair = vec![single[0].clone(), json!({"Sequence": {"id": "B", "type_id": 1}})];
         let mut special = Map::new();
@@ -215,8 +277,7 @@ impl<'a> GgufTokenizer<'a> {
     /// # Errors
     /// As [`GgufTokenizer::tokenizer_json`].
     pub(crate) fn files(&self, context: usize) -> Result<Vec<(String, Vec<u8>)>, CheckpointError> {
-        let pre = self.pre_tokenizer()?;
-        let (add_bos, add_eos) = self.frame(pre)?;
+        let (add_bos, add_eos) = self.frame(self.kind()?)?;
         let named = [
             ("bos_token", self.ids.bos),
             ("eos_token", self.ids.eos.first().copied()),
@@ -258,7 +319,7 @@ impl<'a> GgufTokenizer<'a> {
         if self.model != "gpt2" {
             return Vec::new();
         }
-        let single: std::collections::HashSet<char> = self
+        let single: HashSet<char> = self
             .tokens
             .iter()
             .filter_map(|t| {
@@ -375,7 +436,7 @@ mod tests {
             println!("skipped: DSQ_LLAMA_VOCABS names no folder with llama.cpp's ggml-vocab-*.gguf");
             return;
         };
-        for name in ["gpt-2", "starcoder", "refact", "command-r", "llama-bpe", "qwen2", "deepseek-coder"] {
+        for name in ["llama-spm", "gpt-2", "starcoder", "refact", "command-r", "llama-bpe", "qwen2", "deepseek-coder"] {
             let path = folder.join(format!("ggml-vocab-{name}.gguf"));
             let bytes = std::fs::read(&path).unwrap();
             let header = Header::read(&bytes[..], bytes.len() as u64, &path).unwrap();

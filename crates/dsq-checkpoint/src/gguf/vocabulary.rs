@@ -1,15 +1,17 @@
 //! The tokenizer files of a folder as the `tokenizer.*` keys of a GGUF file: byte-level BPE with a pre-tokenizer that has a
-//! name. Not the way back (see `tokenizer.rs`), which checks here, before anything is written, that it gives the same tokenizer.
+//! name, or a SentencePiece vocabulary as BPE with byte fallback. Not the way back (see `tokenizer.rs`), which checks here, before anything is written, that it gives the same tokenizer.
 //!
 //! What the keys cannot say is refused by name: other models than BPE, a pre-tokenizer that is none of
 //! [`PreTokenizer::NAMES`], added tokens that take the space beside them, post-processors but BOS in front and EOS behind.
 
 use super::pretokenizer::PreTokenizer;
-use super::tokenizer::{GgufTokenizer, MERGES, MODEL, PRE, TEMPLATE, TOKENS, TYPES, TokenType};
-use super::value::{Array, Metadata, Value as Pair};
+use super::sentencepiece;
+use super::tokenizer::{GgufTokenizer, MERGES, MODEL, PRE, SCORES, SENTENCEPIECE, TEMPLATE, TOKENS, TYPES, TokenType};
+use super::value::{Array, Metadata, Value as Pair, ValueType};
 use crate::json::parse_json;
 use crate::{Checkpoint, CheckpointError, LlamaConfig, printable};
 use serde_json::{Map, Value, json};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// Adds the keys. A folder without `tokenizer.json` gets `tokenizer.ggml.model` = "none": llama.cpp then takes token ids only.
@@ -31,15 +33,26 @@ pub(crate) fn add(source: &Checkpoint, config: &LlamaConfig, metadata: &mut Meta
     let nothing = [Value::Null, json!("")];
     file.only(model, "model", "continuing_subword_prefix", &nothing, "byte-level BPE")?;
     file.only(model, "model", "end_of_word_suffix", &nothing, "byte-level BPE")?;
-    file.only(model, "model", "byte_fallback", &[Value::Null, json!(false)], "byte-level BPE")?;
     file.only(model, "model", "dropout", &[Value::Null, json!(0.0)], "the same ids for a text each time")?;
-    let (name, pre) = file.pre_tokenizer(&value, model)?;
+    file.only(model, "model", "byte_fallback", &[json!(false), json!(true), Value::Null], "bytes or none")?;
+    let pieces = model.get("byte_fallback").and_then(Value::as_bool).unwrap_or(false);
     let (tokens, types) = file.tokens(&value, model, config.vocab_size)?;
-    metadata.set(MODEL, text("gpt2"));
-    metadata.set(PRE, text(name));
+    let merges = file.merges(model)?;
     metadata.set(TOKENS, Pair::Array(Array::strings(&tokens)));
     metadata.set(TYPES, Pair::Array(Array::ints(types.iter().map(|&t| t as i32))));
-    metadata.set(MERGES, Pair::Array(Array::strings(file.merges(model)?)));
+    metadata.set(MERGES, Pair::Array(Array::strings(&merges)));
+    let nfc = match pieces {
+        true => {
+            file.pieces(&value, model, &tokens, &types, &merges, metadata)?;
+            false
+        }
+        false => {
+            let (name, pre) = file.pre_tokenizer(&value, model)?;
+            metadata.set(MODEL, text("gpt2"));
+            metadata.set(PRE, text(name));
+            pre.nfc
+        }
+    };
     let (bos, eos) = file.frame(&value, config)?;
     metadata.set("tokenizer.ggml.add_bos_token", Pair::Bool(bos));
     if eos {
@@ -48,7 +61,7 @@ pub(crate) fn add(source: &Checkpoint, config: &LlamaConfig, metadata: &mut Meta
     if let Some(template) = source.chat_template()? {
         metadata.set(TEMPLATE, Pair::String(template));
     }
-    same_tokenizer(metadata, config, &file, &value, pre)
+    same_tokenizer(metadata, config, &file, &value, (pieces, nfc))
 }
 
 /// Ids of special tokens: those of `config.json`. The ends of a sequence take the places of the end of a text, of a turn and of
@@ -165,8 +178,11 @@ impl File<'_> {
         };
         let vocab = model.get("vocab").and_then(Value::as_object);
         let vocab = vocab.ok_or_else(|| self.refuse("model.vocab", "expected an object, got none"))?;
+        let pieces = model.get("byte_fallback").and_then(Value::as_bool).unwrap_or(false);
+        let unknown = model.get("unk_token").and_then(Value::as_str).filter(|_| pieces);
+        let bytes: HashSet<String> = (0..=u8::MAX).filter(|_| pieces).map(sentencepiece::byte_token).collect();
         for (text, id) in vocab {
-            put(text, id.as_u64(), TokenType::Normal)?;
+            put(text, id.as_u64(), if bytes.contains(text) { TokenType::Byte } else { TokenType::Normal })?;
         }
         let (size, mut largest) = (vocab.len() as u64, None::<u64>);
         for token in value.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
@@ -187,11 +203,66 @@ impl File<'_> {
             }
             largest = largest.max(Some(given));
             let special = token.get("special").and_then(Value::as_bool).unwrap_or(false);
-            let ty = if special { TokenType::Control } else { TokenType::UserDefined };
+            let ty = match special {
+                true if unknown == Some(text) => TokenType::Unknown,
+                true => TokenType::Control,
+                false => TokenType::UserDefined,
+            };
             put(text, id, ty)?;
         }
         let free = |id: usize| (format!("[PAD{id}]"), TokenType::Unused);
         Ok(all.into_iter().enumerate().map(|(id, t)| t.unwrap_or_else(|| free(id))).unzip())
+    }
+
+    /// The keys of a SentencePiece vocabulary beside tokens, types and merges; [`MERGES`] stay, so that the file comes back as it was.
+    fn pieces(
+        &self,
+        value: &Value,
+        model: &Map<String, Value>,
+        tokens: &[String],
+        types: &[TokenType],
+        merges: &[String],
+        metadata: &mut Metadata,
+    ) -> Result<(), CheckpointError> {
+        self.only(model, "model", "ignore_merges", &[json!(false), Value::Null], "SentencePiece joins by scores")?;
+        let steps = |key: &str, list: &str| parts(value.get(key), list);
+        let (normalizers, splits) = (steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers"));
+        let prefix = sentencepiece::prefix_of(&normalizers, &splits).ok_or_else(|| {
+            let want =
+                "Prepend and Replace, Replace, or Metaspace without splitting and with prepend_scheme always or never";
+            let got = json!([normalizers, splits]).to_string();
+            self.refuse(
+                "normalizer, pre_tokenizer",
+                format!("expected {want}, as llama.cpp does it, got {}", printable(&got)),
+            )
+        })?;
+        let ids: HashMap<&str, usize> = tokens.iter().enumerate().map(|(id, text)| (text.as_str(), id)).collect();
+        let id = |text: &str| ids.get(text).copied();
+        let unknown = model.get("unk_token").and_then(Value::as_str).and_then(id);
+        let unknown = unknown.filter(|id| types[*id] == TokenType::Unknown).ok_or_else(|| {
+            self.refuse("model.unk_token", format!("expected a special token, got {}", json!(model.get("unk_token"))))
+        })?;
+        if let Some(byte) =
+            (0..=u8::MAX).find(|b| id(&sentencepiece::byte_token(*b)).is_none_or(|id| types[id] != TokenType::Byte))
+        {
+            let problem = format!("expected a token {} for each byte, got none", sentencepiece::byte_token(byte));
+            return Err(self.refuse("model.vocab", problem));
+        }
+        let texts: Vec<&str> = tokens.iter().map(String::as_str).collect();
+        let joins: Vec<bool> = types.iter().map(|t| *t == TokenType::Normal).collect();
+        let scores = sentencepiece::scores_of(&texts, &joins, merges).ok_or_else(|| {
+            self.refuse(
+                "model.merges",
+                "expected every way to make a token of two, in an order that scores of tokens give, got others",
+            )
+        })?;
+        let bytes = scores.into_iter().flat_map(f32::to_le_bytes).collect();
+        metadata.set(MODEL, Pair::String(SENTENCEPIECE.into()));
+        metadata.set(PRE, Pair::String("default".into()));
+        metadata.set(SCORES, Pair::Array(Array::Scalars { ty: ValueType::F32, bytes }));
+        metadata.set("tokenizer.ggml.unknown_token_id", Pair::U32(unknown as u32));
+        metadata.set("tokenizer.ggml.add_space_prefix", Pair::Bool(prefix));
+        Ok(())
     }
 
     /// Merges as two tokens with one space between.
@@ -290,7 +361,7 @@ fn same_tokenizer(
     config: &LlamaConfig,
     file: &File,
     source: &Value,
-    pre: PreTokenizer,
+    (pieces, nfc): (bool, bool),
 ) -> Result<(), CheckpointError> {
     let name = |e: CheckpointError| file.refuse("", e.to_string());
     let read = GgufTokenizer::read(metadata, config.vocab_size).map_err(name)?;
@@ -313,8 +384,10 @@ fn same_tokenizer(
         () if all(source) != all(&rebuilt) => "model.vocab",
         () if added(source) != added(&rebuilt) => "added_tokens",
         () if merges(source)? != merges(&rebuilt)? => "model.merges",
+        // What of them SentencePiece has was looked at before.
+        () if pieces => return Ok(()),
         () if pre_parts(rebuilt.get("pre_tokenizer")) != pre_parts(source.get("pre_tokenizer")) => "pre_tokenizer",
-        () if pre.nfc == rebuilt["normalizer"].is_null() => "normalizer",
+        () if nfc == rebuilt["normalizer"].is_null() => "normalizer",
         () => return Ok(()),
     };
     Err(file.refuse(differs, "expected keys that give the same tokenizer again, got another"))
