@@ -178,7 +178,8 @@ fn every_pair_keeps_values_or_tells_the_error_that_is_measured() {
     for (i, (source, how)) in SOURCES.iter().enumerate() {
         let at = dir.path().join(format!("source{i}"));
         let coded = make(how, &at);
-        let cells = TARGETS.map(|(target, options)| cell(&at, coded, dir.path(), options, &format!("{source} to {target}")));
+        let cells =
+            TARGETS.map(|(target, options)| cell(&at, coded, dir.path(), options, &format!("{source} to {target}")));
         table += &format!("| {source} | {} |\n", cells.join(" | "));
     }
     let docs = std::fs::read_to_string(root("docs/formats.md")).unwrap();

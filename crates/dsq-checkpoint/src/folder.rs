@@ -57,15 +57,18 @@ impl Folder {
                         "stacked experts; expected floats of shape {shape:?} (experts, outputs, inputs), got {} {:?}",
                         entry.dtype, entry.shape
                     );
-                    return Err(CheckpointError::invalid(file.path(), &entry.name, problem)
-                        .with_hint("transformers saves experts one by one with save_original_format=True, its default"));
+                    return Err(CheckpointError::invalid(file.path(), &entry.name, problem).with_hint(
+                        "transformers saves experts one by one with save_original_format=True, its default",
+                    ));
                 }
             }
             count += file.split(|entry| config.stacked(&entry.name).map(|(_, parts)| parts))?;
         }
         if count > 0 {
             let path = self.files[0].path();
-            let what = format!("{count} tensors with the experts of a layer stacked, or under transformers' own names: read one by one");
+            let what = format!(
+                "{count} tensors with the experts of a layer stacked, or under transformers' own names: read one by one"
+            );
             self.faults.push(Fault::new(Severity::Note, path, "experts", what));
         }
         Ok(())

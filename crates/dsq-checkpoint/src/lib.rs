@@ -28,8 +28,8 @@ mod write;
 pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
 pub use columns::{CommonScheme, FolderFormat, convert_layer, convert_layers, finish_layer, fit_problem};
 pub use config::{
-    Biases, ConvLayer, EfficientNetConfig, Experts, Groups, LATENT_NORM_EPS, Latent, LinearSpec, LlamaConfig, ModelConfig,
-    ResNetConfig, RopeScaling, Rotary, Routing, Scores, Yarn,
+    Biases, ConvLayer, EfficientNetConfig, Experts, Groups, LATENT_NORM_EPS, Latent, LinearSpec, LlamaConfig,
+    ModelConfig, ResNetConfig, RopeScaling, Rotary, Routing, Scores, Yarn,
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{

@@ -62,7 +62,10 @@ pub(crate) fn shifted(ckpt: &Checkpoint, layers: &[(String, f64)]) -> Option<Fau
         "zero points look off by one: in {count} of {} layers weights lie {mean:.2} steps {way} 0 on the mean; expected less than half a step",
         layers.len()
     );
-    let hint = Some("checkpoint_format \"gptq\" stores zero points less one, \"gptq_v2\", AWQ and compressed-tensors as they are".to_owned());
+    let hint = Some(
+        "checkpoint_format \"gptq\" stores zero points less one, \"gptq_v2\", AWQ and compressed-tensors as they are"
+            .to_owned(),
+    );
     Some(Fault { hint, ..Fault::new(Severity::Warning, ckpt.path(), &layers[0].0, problem) })
 }
 

@@ -137,13 +137,15 @@ impl SafetensorsFile {
                 begin = end;
             }
             if begin != entry.end {
-                let problem = format!("expected {} bytes for all experts, got {}", begin - entry.begin, entry.end - entry.begin);
+                let problem =
+                    format!("expected {} bytes for all experts, got {}", begin - entry.begin, entry.end - entry.begin);
                 return Err(invalid(&entry.name, problem));
             }
         }
         if count > 0 {
             let by_name = sorted(&entries);
-            if let Some(pair) = by_name.windows(2).find(|p| entries[p[0] as usize].name == entries[p[1] as usize].name) {
+            if let Some(pair) = by_name.windows(2).find(|p| entries[p[0] as usize].name == entries[p[1] as usize].name)
+            {
                 let problem = "experts are stacked in one tensor and stored one by one; expected one of them, got both";
                 return Err(invalid(&entries[pair[0] as usize].name, problem.into()));
             }

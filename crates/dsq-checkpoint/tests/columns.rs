@@ -224,7 +224,8 @@ fn peers_words_are_read_and_written() {
         assert_eq!(order.is_some(), case["order"] == true, "{name}");
         let by_input = order.as_ref().map_or_else(|| matrix.codes.clone(), |o| o.scatter(&matrix.codes));
         assert_eq!(by_input, codes, "{name}");
-        let noted = ckpt.faults().iter().any(|f| f.severity == Severity::Note && f.problem.contains("activation order"));
+        let noted =
+            ckpt.faults().iter().any(|f| f.severity == Severity::Note && f.problem.contains("activation order"));
         assert_eq!(noted, order.is_some(), "{name}");
         // Written: the same words.
         let mut layers = layers(others);

@@ -111,11 +111,16 @@ fn groups_in_activation_order_are_those_of_compressed_tensors() {
         let values: serde_json::Value =
             serde_json::from_slice(&std::fs::read(golden(name).join("values.json")).unwrap()).unwrap();
         let noted: Vec<_> = theirs.faults();
-        assert!(noted.len() == 1 && noted[0].problem.starts_with("14 layers have groups in activation order"), "{noted:?}");
+        assert!(
+            noted.len() == 1 && noted[0].problem.starts_with("14 layers have groups in activation order"),
+            "{noted:?}"
+        );
         let mut layers = Vec::new();
         let mut scheme = None;
         for spec in theirs.config().linears() {
-            let LinearWeight::Ordered { matrix, order } = theirs.linear(&spec.module).unwrap() else { panic!("an order") };
+            let LinearWeight::Ordered { matrix, order } = theirs.linear(&spec.module).unwrap() else {
+                panic!("an order")
+            };
             scheme = Some(QuantScheme { weights: matrix.args, activations: None });
             let bytes: Vec<u8> = order
                 .scatter(&matrix.dequantize())

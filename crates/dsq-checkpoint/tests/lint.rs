@@ -4,7 +4,8 @@
 mod fixtures;
 
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, Fault, ModelConfig, NamedTensor, SafetensorsFile, Severity, TensorData, export_folder, write_safetensors,
+    Checkpoint, ExportTensor, Fault, ModelConfig, NamedTensor, SafetensorsFile, Severity, TensorData, export_folder,
+    write_safetensors,
 };
 use dsq_quant::{
     FloatType, Granularity, Mapping, QParams, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix,
@@ -240,7 +241,8 @@ fn a_head_beside_an_embedding_that_is_the_head() {
 #[test]
 fn c016_zero_points_that_are_off_by_one() {
     let folder = Folder::new();
-    let asymmetric = QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16) };
+    let asymmetric =
+        QuantArgs { mapping: Mapping::Asymmetric, ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F16) };
     let q = scheme(asymmetric);
     assert_eq!(faults(&folder.export("right", &q, |_, _| {})), []);
     for (name, by, way) in [("more", 1, "below"), ("less", -1, "above")] {
@@ -264,7 +266,10 @@ fn experts_without_calibration() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/mixtral_tiny");
     let ckpt = Checkpoint::open(&golden).unwrap();
     let folder = Folder::new();
-    let (weights, inputs) = (QuantArgs::fp8(Granularity::PerChannel, FloatType::F32), QuantArgs::fp8(Granularity::PerTensor, FloatType::F32));
+    let (weights, inputs) = (
+        QuantArgs::fp8(Granularity::PerChannel, FloatType::F32),
+        QuantArgs::fp8(Granularity::PerTensor, FloatType::F32),
+    );
     let q = QuantConfig::new(QuantScheme { weights, activations: Some(inputs) }, &["lm_head".to_owned()]).unwrap();
     let out = |name: &str, scale: &dyn Fn(&str) -> f32| {
         let layers: Vec<ExportTensor> = ckpt
@@ -288,7 +293,9 @@ fn experts_without_calibration() {
     };
     assert_eq!(faults(&out("measured", &|_| 0.01)), []);
     for (name, never) in [("ones", 1.0), ("least", FloatType::F32.epsilon())] {
-        let path = out(name, &|module: &str| if module.contains("layers.1.block_sparse_moe.experts.4.") { never } else { 0.01 });
+        let path = out(name, &|module: &str| {
+            if module.contains("layers.1.block_sparse_moe.experts.4.") { never } else { 0.01 }
+        });
         let (field, problem) = only(&path, Severity::Warning);
         assert_eq!(field, "model.layers.1.block_sparse_moe.experts.4.w1.input_scale");
         assert!(problem.contains("experts that no token reached") && problem.starts_with("3 scales"), "{problem}");

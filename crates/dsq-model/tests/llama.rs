@@ -158,7 +158,10 @@ fn gradients_of_every_architecture_are_those_of_torch() {
         assert_eq!(named("mlp.gate.weight"), ALL[8..].contains(&folder));
         assert_eq!(named("kv_b_proj.weight"), ALL[9..].contains(&folder));
         assert_eq!(named("q_proj.bias"), folder == "qwen2_tiny" || folder.contains("bias"));
-        assert_eq!((named("o_proj.bias"), named("k_norm.weight")), (folder.contains("bias"), folder.starts_with("qwen3")));
+        assert_eq!(
+            (named("o_proj.bias"), named("k_norm.weight")),
+            (folder.contains("bias"), folder.starts_with("qwen3"))
+        );
         for name in names {
             let want: Vec<f32> = numbers(&format!("grad.{name}")).into_iter().map(f32::from_le_bytes).collect();
             let error = worst(&got[name], &want);

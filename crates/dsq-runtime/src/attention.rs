@@ -146,13 +146,14 @@ impl Attention {
     /// Values of norms and biases.
     pub(crate) fn floats(&self) -> usize {
         let o_bias = self.o_bias.as_ref().map_or(0, Vec::len);
-        o_bias + match &self.kind {
-            Kind::Grouped(a) => {
-                let biases: usize = a.bias.iter().flatten().map(Vec::len).sum();
-                biases + a.head_norms.iter().flatten().map(Vec::len).sum::<usize>()
+        o_bias
+            + match &self.kind {
+                Kind::Grouped(a) => {
+                    let biases: usize = a.bias.iter().flatten().map(Vec::len).sum();
+                    biases + a.head_norms.iter().flatten().map(Vec::len).sum::<usize>()
+                }
+                Kind::Latent(a) => a.kv_norm.len() + a.q_b.as_ref().map_or(0, |(norm, ..)| norm.len()),
             }
-            Kind::Latent(a) => a.kv_norm.len() + a.q_b.as_ref().map_or(0, |(norm, ..)| norm.len()),
-        }
     }
 }
 

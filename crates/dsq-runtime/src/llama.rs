@@ -211,9 +211,8 @@ impl LlamaRuntime {
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
     pub fn resident_bytes(&self) -> usize {
-        let floats = |l: &Layer| {
-            l.input_norm.len() + l.post_norm.len() + l.attention.floats() + l.feed_forward.bias_values()
-        };
+        let floats =
+            |l: &Layer| l.input_norm.len() + l.post_norm.len() + l.attention.floats() + l.feed_forward.bias_values();
         let routers: usize = self.layers.iter().map(|l| l.feed_forward.router_bytes()).sum();
         let floats = self.layers.iter().map(floats).sum::<usize>() + self.final_norm.len();
         self.linears().map(|(_, l, _)| l.bytes()).sum::<usize>() + routers + floats * size_of::<f32>()

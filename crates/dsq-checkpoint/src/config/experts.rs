@@ -218,7 +218,8 @@ impl LlamaConfig {
         let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let i: usize = layer.parse().ok().filter(|i: &usize| layer == i.to_string())?;
         let e = self.experts_of(i)?;
-        let part = part.strip_prefix("mlp.").or_else(|| part.strip_prefix(self.feed_forward_name())?.strip_prefix('.'))?;
+        let part =
+            part.strip_prefix("mlp.").or_else(|| part.strip_prefix(self.feed_forward_name())?.strip_prefix('.'))?;
         let (d, width) = (self.hidden_size, e.width);
         let each = |which: &[usize], shape: [usize; 2]| -> Vec<(String, Vec<usize>)> {
             let of = |e: usize| {

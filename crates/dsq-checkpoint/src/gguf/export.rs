@@ -124,7 +124,8 @@ impl<'a> GgufExport<'a> {
             return usage("--format", "GGUF files hold language models here; expected a llama, got another".into());
         };
         if config.biases != Default::default() {
-            let problem = "GGUF files hold models without biases here; expected attention_bias and mlp_bias false, got true";
+            let problem =
+                "GGUF files hold models without biases here; expected attention_bias and mlp_bias false, got true";
             return usage("--format", problem.into());
         }
         if config.model_type != "llama" {
