@@ -37,7 +37,12 @@ fn tokens(n: usize) -> Vec<u32> {
 }
 
 fn calibration(n: usize, context: usize) -> Calibration {
-    Calibration::new(&tokens(n), n, context, 128).unwrap()
+    calibration_of(128, n, context)
+}
+
+fn calibration_of(vocab: usize, n: usize, context: usize) -> Calibration {
+    let tokens: Vec<u32> = tokens(n).into_iter().map(|t| t % vocab as u32).collect();
+    Calibration::new(&tokens, n, context, vocab).unwrap()
 }
 
 /// Every method, and whether AWQ's scales come first.
@@ -63,7 +68,7 @@ fn run(
     let scaling = if awq { Scaling::Awq } else { Scaling::None };
     let settings = PtqSettings { scaling, float_dtype, tuning, ..PtqSettings::new(config, method) };
     let (mut last, mut total) = (0, 0);
-    let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
+    let outcome = quantize_llama(ckpt, settings, &calibration_of(model_of(ckpt).vocab_size, 600, 40), &mut |p| {
         assert!(p.done > last && p.done <= p.total);
         (last, total) = (p.done, p.total);
     });
@@ -134,7 +139,8 @@ fn logits(ckpt: &Checkpoint, outcome: Option<&PtqOutcome>, norms: bool) -> Vec<f
         let without = PtqOutcome { norms: Vec::new(), ..o.clone() };
         llama = if norms { o } else { &without }.model(&llama, &plain()).unwrap();
     }
-    host(llama.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2))
+    let vocab = llama.config().vocab_size as i32;
+    host(llama.logits(Arc::new((0..60).map(|i| i * 11 % vocab).collect()), 2))
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f64 {
@@ -469,7 +475,7 @@ fn scales_before_experts_and_latents_change_nothing_that_a_float_model_computes(
             for float_dtype in [None, Some(FloatType::F16)] {
                 let quant = config(scheme, Granularity::PerChannel, &["lm_head"]);
                 let settings = PtqSettings { scaling, float_dtype, ..PtqSettings::new(&quant, PtqMethod::Rtn) };
-                let outcome = quantize_llama(&ckpt, settings, &calibration(400, 40), &mut |_| {}).unwrap();
+                let outcome = quantize_llama(&ckpt, settings, &calibration_of(96, 400, 40), &mut |_| {}).unwrap();
                 let changed = |name: &str| outcome.norms.iter().find(|n| n.name == name);
                 // The weights with their scales, before they were rounded.
                 let float = Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap();
@@ -488,7 +494,7 @@ fn scales_before_experts_and_latents_change_nothing_that_a_float_model_computes(
                 }
                 let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
                 let scaled = Llama::from_tensors(&c, &Device::flex(), find).unwrap();
-                let of = |m: &Llama| host(m.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2));
+                let of = |m: &Llama| host(m.logits(Arc::new((0..60).map(|i| i * 11 % 96).collect()), 2));
                 // Norms that are stored in f16 are rounded, scaled or not: there the routers see what they would without scales.
                 let most = if float_dtype.is_some() { 2e-3 } else { 1e-5 };
                 let d = distance(&of(&float), &of(&scaled));
