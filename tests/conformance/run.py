@@ -26,7 +26,7 @@ EXPORT_BOUND = 1e-4
 
 TINY = ("llama_tiny", "llama_tiny_untied")
 # Other architectures, and rotary scaling: each scheme of weights once, and AWQ, which scales biases too.
-OTHERS = ("llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny")
+OTHERS = ("llama_tiny_llama3rope", "qwen2_tiny", "qwen3_tiny", "mistral_tiny", "llama_bias_tiny", "qwen3_bias_tiny")
 # Models with experts, which transformers holds as one tensor of all.
 EXPERTS = ("mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny")
 AWQ_EXPORT = ["--scheme", "W4A16", "--group-size", "32", "--scale-dtype", "f32"]
@@ -399,22 +399,32 @@ def export_logits(ctx, folder, name, flags):
     return compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
 
 
-def expert_logits(ctx, folder):
+def expert_logits(ctx, folder, awq=False):
     """A W4A16 export of a model with experts: every code is compressed-tensors' own, and transformers runs the float model of the values
-    that compressed-tensors decompresses."""
+    that compressed-tensors decompresses. With AWQ's scales norms and routers have other values, and codes are not compared."""
     import shutil
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from safetensors.torch import save_file
 
-    out = ctx.dsq.quantize(folder, f"{folder.name}-w4a16", EXPORTS["w4a16-g32-f32"])
+    if awq:
+        model, calib = with_tokenizer(ctx, folder)
+        skew(model)
+        out = ctx.dsq.quantize(model, f"{folder.name}-awq", [*EXPORTS["w4a16-g32-f32"], *calib], "awq")
+    else:
+        out = ctx.dsq.quantize(folder, f"{folder.name}-w4a16", EXPORTS["w4a16-g32-f32"])
     config, stored = json.loads((out / "config.json").read_text()), read_folder(out)
     values = {}
     for layer in [k.removesuffix(".weight_packed") for k in stored if k.endswith(".weight_packed")]:
         parts = {k.removeprefix(f"{layer}."): v for k, v in stored.items() if k.startswith(f"{layer}.")}
         scheme = QuantizationScheme(targets=["Linear"], weights=weight_args(config, layer, parts["weight_scale"].dtype))
         values[layer] = PackedQuantizationCompressor.decompress(parts, scheme)["weight"].float()
-    codes = check_codes(out, read_folder(folder), values.__getitem__)
+    if awq:
+        changed = {t["name"] for t in json.loads((out / "dsq-proof.json").read_text())["tensors"] if t["became"] == "rescaled"}
+        codes = f"{len(changed)} norms and routers rescaled"
+        expect(any(n.endswith("gate.weight") for n in changed), codes)
+    else:
+        codes = check_codes(out, read_folder(folder), values.__getitem__)
     routers = [k.removesuffix(".weight") for k in stored if k.endswith("gate.weight")]
     expect(set(routers) <= set(config["quantization_config"]["ignore"]), f"routers {routers} are not ignored")
     plain = ctx.work / f"{folder.name}-decompressed"
@@ -428,6 +438,54 @@ def expert_logits(ctx, folder):
     figure = compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(plain), sequences), EXPORT_BOUND)
     shutil.rmtree(plain)
     return f"{codes}; {figure}"
+
+
+def skew(folder):
+    """Makes some columns of the norms before experts 32 times as large, and those of what reads them as much smaller: the same function,
+    and something for AWQ's scales to find."""
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / "model.safetensors")
+    moe = {k.split(".mlp.gate.")[0].split(".block_sparse_moe.gate.")[0] for k in tensors if k.endswith("gate.weight")}
+    for key, w in tensors.items():
+        layer, part = ".".join(key.split(".")[:3]), key.removesuffix(".weight").rsplit(".", 1)[-1]
+        if layer in moe and part in ("post_attention_layernorm", "gate", "gate_proj", "up_proj", "w1", "w3"):
+            w[..., 5::8] *= 32.0 if part == "post_attention_layernorm" else 1 / 32
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def stacked_experts(ctx, folder):
+    """The folder that transformers makes of its own modules, experts of a layer in one tensor: the same logits, bit for bit."""
+    import torch
+    out = ctx.work / f"{folder.name}-stacked"
+    reference_model(folder).save_pretrained(out, save_original_format=False)
+    stacked = [k for k in read_folder(out) if k.endswith("experts.gate_up_proj")]
+    expect(stacked, "transformers stacks no experts any more")
+    sequences = json.loads((folder / "tokens.json").read_text())
+    pairs = list(zip(ctx.dsq.logits(out, sequences), ctx.dsq.logits(folder, sequences)))
+    return expect(all(torch.equal(a, b) for a, b in pairs), f"{len(stacked)} layers stacked, {len(pairs)} texts with the same logits")
+
+
+def ordered_columns(ctx, folder, version):
+    """Groups in activation order of a compressed-tensors folder, as GPTQ: what GPTQModel unpacks is what dsq makes floats of."""
+    from safetensors.torch import load_file
+    peers = ctx.need_column_peers()
+    out, floats = ctx.work / f"{folder.name}-gptq{version}", ctx.work / f"{folder.name}-floats"
+    ctx.dsq("export", folder, "--out", out, "--overwrite", "--format", "gptq", "--gptq-version", f"v{version}")
+    ctx.dsq("export", folder, "--out", floats, "--overwrite", "--format", "safetensors")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    tensors, floats = load_file(out / "model.safetensors"), load_file(floats / "model.safetensors")
+    expect(config["desc_act"] is True, f"desc_act {config['desc_act']}")
+    modules = [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+    parts = lambda module: {p: tensors[f"{module}.{p}"] for p in ("qweight", "qzeros", "scales", "g_idx")}
+    differ = sum(int((peers.gptq_values(4, parts(m), version) != floats[f"{m}.weight"]).sum()) for m in modules)
+    return expect(differ == 0 and len(modules) == 14, f"{len(modules)} layers, {differ} values differ")
+
+
+def ordered_onnx(ctx, folder):
+    """The same groups in an ONNX graph, which gathers inputs: the logits of dsq on the folder."""
+    ctx.need_onnx()
+    sequences = json.loads((GOLDEN / "llama_tiny" / "tokens.json").read_text())
+    return onnx_checks.lm_logits(ctx, expect, folder, ctx.work / f"{folder.name}.onnx", sequences)
 
 
 def ascii_tokenizer():
@@ -459,7 +517,7 @@ def awq_logits(ctx, folder):
     out = ctx.dsq.quantize(model, f"{folder.name}-awq", AWQ_EXPORT + calib, method="awq")
     before, after = read_folder(folder), read_folder(out)
     scaled = [n for n in after if n in before and not before[n].equal(after[n])]
-    expect(scaled and any(n.endswith("v_proj.bias") for n in scaled) == ("qwen2" in folder.name), f"scaled: {scaled}")
+    expect(scaled and any(n.endswith(("v_proj.bias", "up_proj.bias")) for n in scaled) == ("qwen2" in folder.name or "bias" in folder.name), f"scaled: {scaled}")
     sequences = json.loads((folder / "tokens.json").read_text())
     figure = compare_logits(ctx.dsq.logits(out, sequences), reference_logits(reference_model(out), sequences), EXPORT_BOUND)
     return f"{len(scaled)} norms and biases scaled; {figure}"
@@ -990,6 +1048,13 @@ def onnx_lite0(ctx, name=None):
 def checks():
     for tiny in EXPERTS:
         yield f"expert-logits {tiny}", lambda ctx, f=GOLDEN / tiny: expert_logits(ctx, f)
+        yield f"expert-awq {tiny}", lambda ctx, f=GOLDEN / tiny: expert_logits(ctx, f, awq=True)
+        yield f"stacked-experts {tiny}", lambda ctx, f=GOLDEN / tiny: stacked_experts(ctx, f)
+    for name in ("symmetric", "asymmetric"):
+        folder = GOLDEN / f"ct_order_{name}"
+        for version in (1, 2) if name == "symmetric" else (2,):
+            yield f"ordered-columns {name} v{version}", lambda ctx, f=folder, v=version: ordered_columns(ctx, f, v)
+        yield f"ordered-onnx {name}", lambda ctx, f=folder: ordered_onnx(ctx, f)
     for tiny in TINY + OTHERS + EXPERTS:
         yield f"float-logits {tiny}", lambda ctx, f=GOLDEN / tiny: float_logits(ctx, f)
     for tiny in OTHERS:

@@ -75,7 +75,7 @@ fn layers_that_run_as_one_matrix_share_a_global_scale() {
     };
     let global = |module: &str| match quantized.linear(module).unwrap() {
         LinearWeight::Quantized(q) => q.global_scale,
-        LinearWeight::Float { .. } => panic!("{module} is quantized"),
+        LinearWeight::Float { .. } | LinearWeight::Ordered { .. } => panic!("{module} is quantized"),
     };
     for layer in ["model.layers.0", "model.layers.1"] {
         for fused in

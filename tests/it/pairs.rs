@@ -153,7 +153,7 @@ fn cell(source: &Path, coded: bool, dir: &Path, target: &str, name: &str) -> &'s
     assert_eq!(first.status.code(), Some(2), "{name}: {stderr}");
     assert!(!out.exists(), "{name}: nothing may be written");
     let Some((promised, ..)) = told(&stderr) else {
-        assert!(stderr.contains("expected") && stderr.contains("got"), "{name}: {stderr}");
+        assert!(stderr.contains("expected"), "{name}: {stderr}");
         let again = dsq(&[&args[..], &["--requantize"]].concat());
         assert_eq!(again.status.code(), Some(2), "{name}: a refusal without a number is one for good");
         return "-";

@@ -27,7 +27,8 @@ pub(crate) fn codes(ckpt: &Checkpoint, name: &str, matrix: &QuantizedMatrix) -> 
 /// Signs in a float tensor: a matrix of zeros (a norm or a bias may be all zero).
 pub(crate) fn floats(ckpt: &Checkpoint, name: &str, data: &[f32]) -> Option<Fault> {
     let matrix = ckpt.info(name).is_some_and(|i| i.shape.len() > 1) && !data.is_empty();
-    let zero = matrix && data.iter().all(|&x| x == 0.0);
+    let unused = matches!(ckpt.config(), ModelConfig::Llama(c) if c.mtp_layer(name).is_some());
+    let zero = matrix && !unused && data.iter().all(|&x| x == 0.0);
     zero.then(|| Fault::new(Severity::Warning, ckpt.path(), name, "every weight is 0; expected other values"))
 }
 

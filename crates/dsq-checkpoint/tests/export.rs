@@ -46,6 +46,7 @@ fn every_scheme_reads_back_equal() {
                         match ckpt.linear(&spec.module).unwrap() {
                             LinearWeight::Quantized(m) => assert_eq!(m, matrix_of(&layers, &spec.module)),
                             LinearWeight::Float { .. } => assert_eq!(spec.module, "lm_head"),
+                            LinearWeight::Ordered { .. } => panic!("columns as they come"),
                         }
                     }
                     let group = ckpt.quantization().unwrap().group_for("model.layers.0.mlp.up_proj", "Linear").unwrap();

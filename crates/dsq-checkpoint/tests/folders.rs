@@ -118,8 +118,9 @@ fn f040_values_of_the_wrong_type() {
     model.with_config(|c| c["hidden_size"] = json!(64.0)).unwrap();
     model.refuses(&["tie_word_embeddings"], |c| c["tie_word_embeddings"] = json!("true"));
     model.refuses(&["hidden_act", "silu", "gelu"], |c| c["hidden_act"] = json!("gelu"));
-    for key in ["attention_bias", "mlp_bias"] {
-        model.refuses(&[key, "true"], |c| c[key] = json!(true));
+    for (key, tensor) in [("attention_bias", "q_proj.bias"), ("mlp_bias", "gate_proj.bias")] {
+        model.refuses(&[tensor, "got nothing"], |c| c[key] = json!(true));
+        model.refuses(&[key, "true or false"], |c| c[key] = json!(1));
     }
 }
 
@@ -294,7 +295,17 @@ fn f049_quantization_configs_that_dsq_cannot_run() {
     model.refuses(&["group_0.weights.strategy", "token"], w("strategy", json!("token")));
     model.refuses(&["group_0.weights.group_size", "block"], w("strategy", json!("block")));
     model.refuses(&["group_0.weights.group_size", "tensor_group"], w("strategy", json!("tensor_group")));
-    model.refuses(&["group_0.weights.actorder", "group"], w("actorder", json!("group")));
+    model.refuses(&["group_0.weights.actorder", "\"sideways\""], w("actorder", json!("sideways")));
+    let order = |c: &mut Value| {
+        w("actorder", json!("group"))(c);
+        w("strategy", json!("channel"))(c);
+        w("group_size", Value::Null)(c);
+    };
+    model.refuses(&["group_0.weights.actorder", "integers in groups", "channel"], order);
+    // Where no list of groups is there, they are runs of inputs.
+    for order in ["group", "dynamic"] {
+        model.with_config(w("actorder", json!(order))).unwrap();
+    }
     model.refuses(&["group_0.weights.dynamic"], w("dynamic", json!(true)));
     model.refuses(&["group_0.weights.surprise"], w("surprise", json!(1)));
     model.with_config(w("actorder", json!("static"))).unwrap();

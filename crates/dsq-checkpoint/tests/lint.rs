@@ -206,9 +206,13 @@ fn scales_and_weights_that_are_no_numbers() {
             data[5] = bad;
             floats(all, v, data);
         });
-        let (field, problem) = only(&out, Severity::Error);
-        let module = v.trim_end_matches(".weight_scale");
-        assert!(field.starts_with(module) && problem.contains("scale") && problem.contains(words), "{field} {problem}");
+        // Told of the layer, and of the tensor where it holds no numbers.
+        let (found, module) = (faults(&out), v.trim_end_matches(".weight_scale"));
+        assert_eq!(found.len(), if name == "zero" { 1 } else { 2 }, "{found:?}");
+        for f in &found {
+            assert!(f.severity == Severity::Error && f.field.starts_with(module) && f.problem.contains(words), "{f:?}");
+        }
+        assert!(found[0].problem.contains("finite positive scale"), "{found:?}");
     }
     let out = folder.export("norm", &int4(), |_, _| {});
     change(&out, |all| floats(all, "model.norm.weight", [vec![1.0; 63], vec![f32::NAN]].concat()));

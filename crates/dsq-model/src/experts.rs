@@ -27,6 +27,19 @@ pub struct Router {
     e_score_correction_bias: Option<Param<Tensor<1>>>,
 }
 
+impl Router {
+    /// The weight `[experts, d]`, row major.
+    pub fn values(&self) -> Vec<f32> {
+        host(self.weight.val())
+    }
+
+    /// Replaces the weight, of the same shape.
+    pub fn set_values(&mut self, weight: Vec<f32>) {
+        let old = self.weight.val();
+        self.weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, old.dims()), &old.device()));
+    }
+}
+
 /// Experts with their router.
 #[derive(Module, Debug)]
 pub struct Experts {
@@ -115,6 +128,11 @@ impl Experts {
         let weight = Param::from_tensor(Tensor::from_data(TensorData::new(weight, dims), device));
         let gate = Router { weight, e_score_correction_bias: bias };
         Ok(Some(Self { gate, experts, shared_experts, routing: shape.routing }))
+    }
+
+    /// The router, to change it.
+    pub(crate) fn router_mut(&mut self) -> &mut Router {
+        &mut self.gate
     }
 
     /// Expert `e`.

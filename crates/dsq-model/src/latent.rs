@@ -219,6 +219,12 @@ impl LatentAttention {
         q.chain([&mut self.kv_a_proj_with_mqa, &mut self.kv_b_proj, &mut self.o_proj]).collect()
     }
 
+    /// The norms of latents, by the ends of their names within a layer, to change them.
+    pub(crate) fn norms_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut RmsNorm)> {
+        let q = self.q_a_layernorm.iter_mut().map(|norm| ("self_attn.q_a_layernorm", norm));
+        q.chain([("self_attn.kv_a_layernorm", &mut self.kv_a_layernorm)])
+    }
+
     /// Excludes norms from training.
     pub(crate) fn freeze_norms(self) -> Self {
         let q_a_layernorm = self.q_a_layernorm.map(Module::no_grad);

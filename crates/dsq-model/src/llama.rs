@@ -2,7 +2,7 @@
 //! rotary positions (half a head apart), SwiGLU, tied or untied output; biases of qwen2, norms of heads of qwen3, attention windows;
 //! experts of mixtral and deepseek (see `experts.rs`), latent attention (`latent.rs`). Not a tokenizer and not text generation.
 
-use crate::experts::{Experts, FeedForward};
+use crate::experts::{Experts, FeedForward, Router};
 use crate::latent::{self, LatentAttention};
 use crate::layers::{Embedding, Linear, RmsNorm, SwiGlu, forward_many};
 use crate::ops;
@@ -283,6 +283,26 @@ impl Layer {
             chosen.for_each(|(_, linear)| linear.set_inputs(Some(grid)));
         }
         Ok(())
+    }
+
+    /// The norms whose outputs linears read, by the ends of their names within the layer, to change them.
+    pub fn norms_mut(&mut self) -> Vec<(&'static str, &mut RmsNorm)> {
+        let mut out = vec![
+            ("input_layernorm", &mut self.input_layernorm),
+            ("post_attention_layernorm", &mut self.post_attention_layernorm),
+        ];
+        if let Attention::Latent(a) = &mut self.self_attn {
+            out.extend(a.norms_mut());
+        }
+        out
+    }
+
+    /// The weight of the router `[experts, d]`, where there is one, to change it.
+    pub fn router_mut(&mut self) -> Option<&mut Router> {
+        match &mut self.mlp {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => Some(experts.router_mut()),
+        }
     }
 
     /// Input `[b, t, d]` of the linears that attention begins with (q_proj, k_proj and v_proj), from the residual stream before
@@ -676,10 +696,16 @@ impl Llama {
     pub fn norms_mut(&mut self) -> Vec<(String, &mut RmsNorm)> {
         let mut out = Vec::new();
         for (i, l) in self.layers.iter_mut().enumerate() {
-            out.push((format!("model.layers.{i}.input_layernorm.weight"), &mut l.input_layernorm));
-            out.push((format!("model.layers.{i}.post_attention_layernorm.weight"), &mut l.post_attention_layernorm));
+            out.extend(l.norms_mut().into_iter().map(|(name, norm)| (format!("model.layers.{i}.{name}.weight"), norm)));
         }
         out
+    }
+
+    /// The routers by tensor name (`model.layers.0.mlp.gate.weight`), to change them.
+    pub fn routers_mut(&mut self) -> Vec<(String, &mut Router)> {
+        let name = self.config.feed_forward_name();
+        let routers = self.layers.iter_mut().enumerate().filter_map(|(i, l)| Some((i, l.router_mut()?)));
+        routers.map(|(i, router)| (format!("model.layers.{i}.{name}.gate.weight"), router)).collect()
     }
 
     /// [`Llama::linears`], to change their settings.

@@ -2,7 +2,7 @@
 //! comes out computes what the float model does.
 
 use burn::tensor::{Device, Tensor};
-use dsq_checkpoint::{Checkpoint, LlamaConfig, ModelConfig};
+use dsq_checkpoint::{Checkpoint, ExportTensor, LlamaConfig, ModelConfig, export_folder};
 use dsq_model::layers::Embedding;
 use dsq_model::{Layer, Llama, Sequences};
 use dsq_quant::{
@@ -37,7 +37,12 @@ fn tokens(n: usize) -> Vec<u32> {
 }
 
 fn calibration(n: usize, context: usize) -> Calibration {
-    Calibration::new(&tokens(n), n, context, 128).unwrap()
+    calibration_of(128, n, context)
+}
+
+fn calibration_of(vocab: usize, n: usize, context: usize) -> Calibration {
+    let tokens: Vec<u32> = tokens(n).into_iter().map(|t| t % vocab as u32).collect();
+    Calibration::new(&tokens, n, context, vocab).unwrap()
 }
 
 /// Every method, and whether AWQ's scales come first.
@@ -63,7 +68,7 @@ fn run(
     let scaling = if awq { Scaling::Awq } else { Scaling::None };
     let settings = PtqSettings { scaling, float_dtype, tuning, ..PtqSettings::new(config, method) };
     let (mut last, mut total) = (0, 0);
-    let outcome = quantize_llama(ckpt, settings, &calibration(600, 40), &mut |p| {
+    let outcome = quantize_llama(ckpt, settings, &calibration_of(model_of(ckpt).vocab_size, 600, 40), &mut |p| {
         assert!(p.done > last && p.done <= p.total);
         (last, total) = (p.done, p.total);
     });
@@ -134,7 +139,8 @@ fn logits(ckpt: &Checkpoint, outcome: Option<&PtqOutcome>, norms: bool) -> Vec<f
         let without = PtqOutcome { norms: Vec::new(), ..o.clone() };
         llama = if norms { o } else { &without }.model(&llama, &plain()).unwrap();
     }
-    host(llama.logits(Arc::new((0..60).map(|i| i * 11 % 128).collect()), 2))
+    let vocab = llama.config().vocab_size as i32;
+    host(llama.logits(Arc::new((0..60).map(|i| i * 11 % vocab).collect()), 2))
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f64 {
@@ -432,5 +438,121 @@ fn block_wise_training_comes_nearer_to_the_float_model_than_gptq() {
         assert!(trained.blocks.iter().all(|f| f.kept == (f.after < f.before)), "{:?}", trained.blocks);
         assert!(trained.blocks.iter().any(|f| f.kept) && trained.end_to_end.is_some());
         trained.linears.iter().for_each(|l| l.matrix.validate().unwrap());
+    }
+}
+
+/// The same function in weights that are harder to round: some columns of the norm before experts are 32 times as large, and what reads
+/// them, the router too, has them as much smaller.
+fn skewed(model: &str, dir: &std::path::Path) -> Checkpoint {
+    let (from, out) = (golden(model), dir.join(model));
+    let c = model_of(&from);
+    let layers = from.names().into_iter().map(|name| {
+        let (shape, mut data) = (from.info(&name).unwrap().shape, from.read_f32(&name).unwrap());
+        let moe = name.split('.').nth(2).and_then(|i| i.parse().ok()).is_some_and(|i: usize| c.experts_of(i).is_some());
+        let part = name.trim_end_matches(".weight").rsplit('.').next().unwrap_or_default();
+        let by = match part {
+            _ if !moe => 1.0,
+            "post_attention_layernorm" => 32.0,
+            "gate" | "gate_proj" | "up_proj" | "w1" | "w3" => 1.0 / 32.0,
+            _ => 1.0,
+        };
+        let k = *shape.last().unwrap();
+        data.iter_mut().enumerate().filter(|(j, _)| j % k % 8 == 5).for_each(|(_, v)| *v *= by);
+        ExportTensor::Float { name, shape, data, dtype: FloatType::F32 }
+    });
+    export_folder(&out, from.config(), layers.collect(), None, vec![], true).unwrap();
+    Checkpoint::open(&out).unwrap()
+}
+
+/// Scales before experts and latents: with them, and not yet rounded, the float model computes what it did, and a router the same bits.
+#[test]
+fn scales_before_experts_and_latents_change_nothing_that_a_float_model_computes() {
+    let dir = tempfile::tempdir().unwrap();
+    for model in ["mixtral_tiny", "deepseek_v2_lite_tiny", "deepseek_v2_tiny", "deepseek_v3_tiny"] {
+        let ckpt = skewed(model, dir.path());
+        let c = model_of(&ckpt);
+        for (scaling, scheme) in [(Scaling::Awq, "W4A16"), (Scaling::Smooth(0.5), "W8A8")] {
+            for float_dtype in [None, Some(FloatType::F16)] {
+                let quant = config(scheme, Granularity::PerChannel, &["lm_head"]);
+                let settings = PtqSettings { scaling, float_dtype, ..PtqSettings::new(&quant, PtqMethod::Rtn) };
+                let outcome = quantize_llama(&ckpt, settings, &calibration_of(96, 400, 40), &mut |_| {}).unwrap();
+                let changed = |name: &str| outcome.norms.iter().find(|n| n.name == name);
+                // The weights with their scales, before they were rounded.
+                let float = Llama::from_checkpoint(&ckpt, &Device::flex()).unwrap();
+                let mut tensors = float.named_tensors();
+                for (name, _, data) in &mut tensors {
+                    if let Some(n) = changed(name) {
+                        data.clone_from(&n.values);
+                    }
+                    let module = name.trim_end_matches(".weight");
+                    let scales = outcome.linears.iter().find(|l| l.module == module).and_then(|l| l.rescale.as_ref());
+                    if let Some(r) = scales {
+                        for (row, by) in data.chunks_mut(r.columns.len()).zip(&r.rows) {
+                            row.iter_mut().zip(&r.columns).for_each(|(v, c)| *v *= c * by);
+                        }
+                    }
+                }
+                let find = |name: &str| tensors.iter().find(|t| t.0 == name).map(|t| t.2.as_slice());
+                let scaled = Llama::from_tensors(&c, &Device::flex(), find).unwrap();
+                let of = |m: &Llama| host(m.logits(Arc::new((0..60).map(|i| i * 11 % 96).collect()), 2));
+                // Norms that are stored in f16 are rounded, scaled or not: there the routers see what they would without scales.
+                let most = if float_dtype.is_some() { 2e-3 } else { 1e-5 };
+                let d = distance(&of(&float), &of(&scaled));
+                assert!(d < most, "{model} {scaling:?} {float_dtype:?}: {d}");
+                let mut moved = 0;
+                for i in (0..c.num_hidden_layers).filter(|&i| c.experts_of(i).is_some()) {
+                    let part = |end: &str| format!("model.layers.{i}.{end}");
+                    let router = format!("{}.gate.weight", c.feed_forward_name());
+                    let (Some(norm), Some(router)) =
+                        (changed(&part("post_attention_layernorm.weight")), changed(&part(&router)))
+                    else {
+                        continue;
+                    };
+                    moved += 1;
+                    let columns = |name: &str| {
+                        let l = outcome.linears.iter().find(|l| l.module == part(name)).unwrap();
+                        l.rescale.as_ref().unwrap().columns.clone()
+                    };
+                    let [gate, up, _] = c.expert_names(0);
+                    let s = columns(&gate);
+                    assert_eq!(s, columns(&up));
+                    assert_eq!(s, columns(&c.expert_names(c.experts.unwrap().count - 1)[1]), "all experts the same");
+                    if c.experts.unwrap().shared > 0 {
+                        assert_eq!(s, columns(&LlamaConfig::dense_names(true)[0]));
+                    }
+                    assert!(s.iter().all(|s| s.log2().fract() == 0.0) && s.iter().any(|s| *s != 1.0), "{s:?}");
+                    let old = ckpt.read_f32(&norm.name).unwrap();
+                    assert!(norm.values.iter().zip(&old).zip(&s).all(|((v, o), s)| v * s == norm.dtype.round(*o)));
+                    let old = ckpt.read_f32(&router.name).unwrap();
+                    let d = s.len();
+                    assert!(router.values.iter().enumerate().all(|(j, v)| *v == old[j] * s[j % d]));
+                }
+                assert!(moved > 0, "{model} {scaling:?}: no experts were scaled");
+                if let Some(a) = &c.latent {
+                    let norm = |name: &str| changed(&format!("model.layers.0.self_attn.{name}.weight")).is_some();
+                    assert!(norm("kv_a_layernorm") || scaling == Scaling::Awq, "{model}");
+                    assert!(a.q_rank.is_none() || norm("q_a_layernorm") || scaling == Scaling::Awq, "{model}");
+                    assert!(outcome.norms.iter().any(|n| n.name.contains("kv_a_layernorm")), "{model} {scaling:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Every method with scales before experts and latents: what ships is near the float model.
+#[test]
+fn every_method_takes_scales_before_experts_and_latents() {
+    let dir = tempfile::tempdir().unwrap();
+    for model in ["mixtral_tiny", "deepseek_v3_tiny"] {
+        let ckpt = skewed(model, dir.path());
+        let float = logits(&ckpt, None, true);
+        let quant = config("W8A16", Granularity::PerGroup(16), &["lm_head"]);
+        for method in METHODS.into_iter().filter(|(_, awq)| *awq) {
+            let outcome = run(&ckpt, &quant, method, None);
+            assert!(outcome.norms.iter().any(|n| n.name.ends_with("gate.weight")), "{model} {method:?}");
+            let d = distance(&float, &logits(&ckpt, Some(&outcome), true));
+            let without = distance(&float, &logits(&ckpt, Some(&outcome), false));
+            assert!(d < 0.1 && without > 3.0 * d, "{model} {method:?}: {d}, without norms and routers {without}");
+        }
     }
 }

@@ -526,13 +526,17 @@ impl Calibrated<'_> {
     }
 }
 
-/// A changed norm. Its record compares what is stored with the source as it is: the scales lie in the layers after it.
+/// A changed norm, bias or router. Its record compares what is stored with the source as it is: the scales lie in the layers after it.
 fn norm(ckpt: &Checkpoint, norm: PtqNorm, scales: &str) -> Result<ExportTensor, CliError> {
     let PtqNorm { name, values: data, dtype } = norm;
     let mut source = source_record(ckpt, &name, &ckpt.read_f32(&name)?, &data)?;
-    source.rescaled =
-        Some(format!("divided by the {scales} scales of the layers after it; the differences are not undone"));
-    Ok(ExportTensor::Rescaled { name, shape: vec![data.len()], data, dtype, source })
+    let shape = ckpt.info(&name).map(|i| i.shape).unwrap_or_default();
+    let what = match shape.len() {
+        2 => format!("columns times the {scales} scales of their inputs"),
+        _ => format!("divided by the {scales} scales of the layers after it"),
+    };
+    source.rescaled = Some(format!("{what}; the differences are not undone"));
+    Ok(ExportTensor::Rescaled { name, shape, data, dtype, source })
 }
 
 /// For a person: layers that no token reached.

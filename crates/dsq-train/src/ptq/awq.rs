@@ -31,10 +31,12 @@ pub(super) struct Consumer<'a> {
     pub w: &'a [f32],
     /// Its grid.
     pub args: QuantArgs,
+    /// Those of one set share a global scale, where their schemes have one.
+    pub set: usize,
 }
 
 /// Scales of the inputs that `consumers` share, `[k]`; `None` when 1 is best. Of consumers whose schemes have a global scale
-/// (NVFP4) all are rounded under that of the largest magnitude among them, once scaled: they must be all that share one. `magnitude
+/// (NVFP4) those of a set are rounded under that of the largest magnitude among them, once scaled: they must be all that share one. `magnitude
 /// [k]` is what the scales are powers of; `realize` turns scales into those that can be had (by rounding what is divided to its stored
 /// dtype, say).
 ///
@@ -48,11 +50,17 @@ pub(super) fn search(
 ) -> Result<Option<Vec<f32>>, (usize, QuantError)> {
     let mean = h.mean_f32();
     let total = |s: &[f32]| -> Result<f64, (usize, QuantError)> {
-        let scaled: Vec<Vec<f32>> = consumers.iter().map(|c| scale_columns(c.w, s)).collect();
-        let global = shared_global(consumers.iter().zip(&scaled).map(|(c, w)| (c.args, largest_magnitude(w))));
-        let one =
-            |(i, (c, scaled)): (usize, (&Consumer, &Vec<f32>))| error(c, scaled, s, global, &mean).map_err(|e| (i, e));
-        consumers.iter().zip(&scaled).enumerate().map(one).sum()
+        let (mut at, mut total) = (0, 0.0);
+        // Set by set, so that no more than one is in memory twice.
+        for set in consumers.chunk_by(|a, b| a.set == b.set) {
+            let scaled: Vec<Vec<f32>> = set.iter().map(|c| scale_columns(c.w, s)).collect();
+            let global = shared_global(set.iter().zip(&scaled).map(|(c, w)| (c.args, largest_magnitude(w))));
+            for (i, (c, scaled)) in set.iter().zip(&scaled).enumerate() {
+                total += error(c, scaled, s, global, &mean).map_err(|e| (at + i, e))?;
+            }
+            at += set.len();
+        }
+        Ok(total)
     };
     let mut least = total(&vec![1.0; h.k()])?;
     let mut best = None;
@@ -144,6 +152,30 @@ pub(super) fn in_effect(norm: &[f32], stored: &[f32]) -> Vec<f32> {
     norm.iter().zip(stored).map(|(&w, &v)| if v == 0.0 || !v.is_finite() { 1.0 } else { w / v }).collect()
 }
 
+/// `s`, each the nearest power of two, for a `norm` whose output a `router [experts, k]` reads too: which experts a token runs hangs on
+/// its logits, and so they are the same bits. 1 where a norm weight divided by it or a router's column times it leaves its dtype.
+pub(super) fn powers_of_two(
+    s: Vec<f32>,
+    norm: &[f32],
+    dtype: FloatType,
+    router: &[f32],
+    of_router: FloatType,
+) -> Vec<f32> {
+    let k = s.len();
+    let one = |(j, s): (usize, f32)| {
+        let s = s.log2().round().exp2();
+        let exact = |a: f32, by: f32, dtype: FloatType| {
+            let (before, after) = (dtype.round(a), dtype.round(dtype.round(a) * by));
+            after.is_finite() && after / by == before
+        };
+        let column = router.iter().skip(j).step_by(k.max(1));
+        let fits =
+            s.is_normal() && exact(norm[j], 1.0 / s, dtype) && column.into_iter().all(|&w| exact(w, s, of_router));
+        if fits { s } else { 1.0 }
+    };
+    s.into_iter().enumerate().map(one).collect()
+}
+
 /// Means of `x [heads * d]` over the query heads that share a key and value head, `[kv_heads * d]`: o_proj's inputs are
 /// mixtures of v_proj's rows, and a row goes to every head of its group.
 pub(super) fn pooled(x: &[f64], kv_heads: usize, d: usize) -> Vec<f64> {
@@ -196,7 +228,7 @@ mod tests {
             for granularity in [Granularity::PerTensor, Granularity::PerChannel, Granularity::PerGroup(32)] {
                 for observer in [WeightObserver::MinMax, WeightObserver::Mse] {
                     let a = QuantArgs { mapping, observer, ..args(granularity) };
-                    let s = search(&h, &magnitude, &[Consumer { w: &w, args: a }], |s| s).unwrap();
+                    let s = search(&h, &magnitude, &[Consumer { w: &w, args: a, set: 0 }], |s| s).unwrap();
                     let s = s.unwrap_or(vec![1.0; k]);
                     let errors: Vec<f64> =
                         (0..GRID).map(|i| exact(&h, &w, &scales(&magnitude, i as f64 / GRID as f64), a)).collect();
@@ -219,7 +251,7 @@ mod tests {
             // A hundred times as large: it alone decides, and scales of the first are far below the largest E4M3 number.
             let other: Vec<f32> = normal(8 * k, 9).iter().map(|v| 100.0 * v).collect();
             let magnitude = h.mean_magnitude();
-            let set = [Consumer { w: &w, args: a }, Consumer { w: &other, args: a }];
+            let set = [Consumer { w: &w, args: a, set: 0 }, Consumer { w: &other, args: a, set: 0 }];
             let of_set = |s: &[f32]| -> [f64; 2] {
                 let scaled = [&w, &other].map(|w| scale_columns(w, s));
                 let largest = scaled.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
@@ -254,13 +286,16 @@ mod tests {
             let x: Vec<f32> =
                 normal(50 * k, 4).iter().enumerate().map(|(i, v)| if i % k == 7 { 0.0 } else { v * factor }).collect();
             h.add(&x);
-            if let Some(s) = search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a }], |s| s).unwrap() {
+            if let Some(s) = search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a, set: 0 }], |s| s).unwrap() {
                 assert!(s.iter().all(|s| s.is_finite() && *s > 0.0));
                 assert!(exact(&h, &w, &s, a) <= exact(&h, &w, &[1.0; 32], a) * 1.0001);
             }
         }
         // Nothing was ever seen: all errors are 0, and 1 is as good as any.
-        assert_eq!(search(&Hessian::new(k), &vec![0.0; k], &[Consumer { w: &w, args: a }], |s| s).unwrap(), None);
+        assert_eq!(
+            search(&Hessian::new(k), &vec![0.0; k], &[Consumer { w: &w, args: a, set: 0 }], |s| s).unwrap(),
+            None
+        );
     }
 
     #[test]
@@ -268,8 +303,8 @@ mod tests {
         let (h, mut w) = case(4, 32, 9);
         w[70] = 6e5;
         let consumers = [
-            Consumer { w: &normal(64, 1), args: args(Granularity::PerChannel) },
-            Consumer { w: &w, args: args(Granularity::PerChannel) },
+            Consumer { w: &normal(64, 1), args: args(Granularity::PerChannel), set: 0 },
+            Consumer { w: &w, args: args(Granularity::PerChannel), set: 1 },
         ];
         let (i, e) = search(&h, &h.mean_magnitude(), &consumers, |s| s).unwrap_err();
         assert!(i == 1 && matches!(e, QuantError::ScaleOverflow { group: 2, .. }), "{i} {e}");
@@ -289,6 +324,19 @@ mod tests {
     }
 
     #[test]
+    fn scales_before_a_router_change_no_bit_of_it() {
+        let norm = [1.0f32, 0.3, 60000.0, 0.5];
+        let router = [0.25f32, -1.5, 1e-7, 3e-8, 65504.0, 0.1, 2.0, 1.0];
+        let [norm, router] =
+            [norm.map(|v| FloatType::F16.round(v)).to_vec(), router.map(|v| FloatType::F16.round(v)).to_vec()];
+        let s = powers_of_two(vec![3.1, 0.27, 0.26, 0.3], &norm, FloatType::F16, &router, FloatType::F16);
+        // The largest f16 number has no multiple, 60,000 no quotient by a quarter, and the least has no fraction.
+        assert_eq!(s, [1.0, 0.25, 1.0, 1.0]);
+        let wide = powers_of_two(vec![3.1, 0.27, 0.26, 0.3], &norm, FloatType::Bf16, &router, FloatType::F32);
+        assert_eq!(wide, [4.0, 0.25, 0.25, 0.25]);
+    }
+
+    #[test]
     fn heads_of_a_group_share_what_their_key_and_value_head_has() {
         // Four query heads, two key and value heads, head_dim 2.
         let x = [1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0];
@@ -303,8 +351,9 @@ mod tests {
     fn any_number_of_threads_gives_the_same_bits() {
         let (h, w) = case(70, 96, 11);
         let a = args(Granularity::PerGroup(32));
-        let run =
-            |t| with_threads(t, || search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a }], |s| s).unwrap());
+        let run = |t| {
+            with_threads(t, || search(&h, &h.mean_magnitude(), &[Consumer { w: &w, args: a, set: 0 }], |s| s).unwrap())
+        };
         let one = run(1);
         assert!(one.is_some() && [2, 7].iter().all(|&t| run(t) == one));
     }

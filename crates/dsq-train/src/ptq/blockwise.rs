@@ -159,9 +159,13 @@ impl Run<'_> {
             return Ok(());
         }
         let mut student = float_layer(self.checkpoint, self.progress.layer, &Device::flex().autodiff())?;
-        // AWQ's scales, if there are such, lie in the norms and in the bias of v.
-        student.input_layernorm.set_values(quantized.input_layernorm.values());
-        student.post_attention_layernorm.set_values(quantized.post_attention_layernorm.values());
+        // AWQ's scales, if there are such, lie in the norms, in the router and in the bias of v.
+        for ((_, norm), (_, from)) in student.norms_mut().into_iter().zip(quantized.norms_mut()) {
+            norm.set_values(from.values());
+        }
+        if let (Some(router), Some(from)) = (student.router_mut(), quantized.router_mut()) {
+            router.set_values(from.values());
+        }
         self.quantize_inputs(&mut student);
         for ((_, linear), (_, from)) in student.linears_mut().into_iter().zip(quantized.linears()) {
             from.bias().into_iter().for_each(|bias| linear.set_bias(bias));
@@ -260,6 +264,11 @@ impl Run<'_> {
         for (name, norm) in student.norms_mut() {
             if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == name) {
                 norm.set_values(changed.values.clone());
+            }
+        }
+        for (name, router) in student.routers_mut() {
+            if let Some(changed) = self.outcome.norms.iter().find(|n| n.name == name) {
+                router.set_values(changed.values.clone());
             }
         }
         for (module, linear) in student.linears_mut() {

@@ -17,14 +17,15 @@ const O: [&str; 1] = ["self_attn.o_proj"];
 impl Run<'_> {
     /// Quantizes one layer, moves the residual stream past it, and returns it as it became.
     ///
-    /// AWQ's scales are fused into the norm before q, k and v and before gate and up, into v's rows for o, into up's rows
-    /// for down; SmoothQuant's only into the norms. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
+    /// AWQ's scales are fused into the norm before q, k and v and before gate and up (of experts: of all of them, and the router),
+    /// into those of latents, into v's rows for o, into up's rows for down; SmoothQuant's only into the norms. A set is left unscaled where one of its layers, or the one whose rows would change, stays in float: that
     /// one would have to change too.
     pub(super) fn quantize_layer(&mut self, mut layer: Layer) -> Result<Layer, TrainError> {
         let mut work = Work::new(&layer, self.settings.scaling != Scaling::None);
         self.quantize_inputs(&mut layer);
         self.quantize_attention(&mut layer, &mut work)?;
         self.pass_attention(&layer);
+        self.scale_experts(&mut layer, &mut work)?;
         for j in 0..layer.mlp.blocks().len() {
             self.quantize_block(j, &mut layer, &mut work)?;
         }
@@ -39,7 +40,7 @@ impl Run<'_> {
         let sets = layer.attention_sets();
         let mut h = self.observe(layer, &sets[0], None, |l, x, _| l.qkv_input(x))?;
         let mut o = None;
-        self.scale_by_norm("input_layernorm", |l| &mut l.input_layernorm, work, layer, &sets[0], h.as_mut())?;
+        self.scale_by_norm("input_layernorm", work, layer, &sets[0], h.as_mut())?;
         if awq && grouped {
             o = self.observe_alone(layer, &O, |l, x, batch| l.o_input(l.qkv_input(x), batch))?;
             let (heads, kv_heads, d) =
@@ -48,7 +49,10 @@ impl Run<'_> {
         }
         self.choose(layer, &sets[0], work, h)?;
         for set in &sets[1..sets.len() - 1] {
-            let h = self.observe(layer, set, None, |l, x, batch| l.attention_input(set[0], l.qkv_input(x), batch))?;
+            let mut h =
+                self.observe(layer, set, None, |l, x, batch| l.attention_input(set[0], l.qkv_input(x), batch))?;
+            let norm = if set[0].contains("q_b_proj") { "self_attn.q_a_layernorm" } else { "self_attn.kv_a_layernorm" };
+            self.scale_by_norm(norm, work, layer, set, h.as_mut())?;
             self.choose(layer, set, work, h)?;
         }
         if self.walks_again() || !grouped {
@@ -57,15 +61,33 @@ impl Run<'_> {
         self.choose(layer, &O, work, o)
     }
 
-    /// Quantizes block `j` of the feed-forward blocks. The norm before experts takes no scales: the router reads it too.
+    /// Finds scales for the inputs of gate and up of all experts and of the shared ones, of one pass over all tokens, and fuses them
+    /// into the norm before them and the router. Nothing is done where one of them stays in float.
+    fn scale_experts(&mut self, layer: &mut Layer, work: &mut Work) -> Result<(), TrainError> {
+        if self.settings.scaling == Scaling::None || layer.router_mut().is_none() {
+            return Ok(());
+        }
+        let names: Vec<[String; 3]> = (0..layer.mlp.blocks().len()).map(|j| layer.block_names(j)).collect();
+        let parts: Vec<&str> = names.iter().flat_map(|[gate, up, _]| [gate.as_str(), up.as_str()]).collect();
+        let mut h = match self.all_args(&parts) {
+            Some(_) => self.observe_alone(layer, &parts, |l, x, _| l.gate_up_input(x))?,
+            None => {
+                self.tick(self.stream.len());
+                None
+            }
+        };
+        self.scale_by_norm("post_attention_layernorm", work, layer, &parts, h.as_mut())
+    }
+
+    /// Quantizes block `j` of the feed-forward blocks.
     fn quantize_block(&mut self, j: usize, layer: &mut Layer, work: &mut Work) -> Result<(), TrainError> {
         let [gate, up, down] = layer.block_names(j);
         let (gate_up, down) = ([gate.as_str(), up.as_str()], [down.as_str()]);
-        let mut h = self.observe_block(layer, j, false, &gate_up, None)?;
+        // Of experts the scales are in place already.
+        let mut h = self.observe_block(layer, j, false, &gate_up, work.columns(&gate))?;
         let mut d = None;
         if matches!(layer.mlp, FeedForward::Dense(_)) {
-            let norm = "post_attention_layernorm";
-            self.scale_by_norm(norm, |l| &mut l.post_attention_layernorm, work, layer, &gate_up, h.as_mut())?;
+            self.scale_by_norm("post_attention_layernorm", work, layer, &gate_up, h.as_mut())?;
         }
         if self.settings.scaling == Scaling::Awq {
             let float = self.float_layer.take();
@@ -229,11 +251,11 @@ impl Run<'_> {
         parts.iter().map(|p| self.args(&self.module(p))).collect()
     }
 
-    /// Finds scales for the inputs of `parts`, which `norm` makes, and fuses them; `h`, of these inputs, follows.
+    /// Finds scales for the inputs of `parts`, which the norm `end` makes, and fuses them; `h`, of these inputs, follows. Where a router
+    /// reads them too, the scales are powers of two.
     fn scale_by_norm(
         &mut self,
-        name: &str,
-        norm: fn(&mut Layer) -> &mut RmsNorm,
+        end: &str,
         work: &mut Work,
         layer: &mut Layer,
         parts: &[&str],
@@ -244,12 +266,24 @@ impl Run<'_> {
         if scaling == Scaling::None {
             return Ok(());
         }
-        let name = self.module(&format!("{name}.weight"));
+        let name = self.module(&format!("{end}.weight"));
         let dtype = self.float_dtype(&name);
-        let old = norm(layer).values();
-        let consumers: Vec<Consumer> =
-            parts.iter().zip(args).map(|(p, args)| Consumer { w: &work.of(p).original, args }).collect();
-        let realize = |s: Vec<f32>| awq::in_effect(&old, &awq::divided(&old, &s, dtype));
+        let Some(old) = norm_of(layer, end).map(|norm| norm.values()) else { return Ok(()) };
+        let router = layer.router_mut().filter(|_| end == "post_attention_layernorm").map(|r| r.values());
+        let router_name = self.module(&format!("{}.gate.weight", self.model.feed_forward_name()));
+        // A router keeps its dtype in every export.
+        let router_dtype = self.checkpoint.dtype(&router_name).and_then(Dtype::float).unwrap_or(FloatType::F32);
+        // The expert of gate and up: these share what they share, and no more.
+        let set = |p: &str| p.rsplit_once('.').map_or("", |(block, _)| block).to_owned();
+        let mut sets: Vec<String> = parts.iter().map(|p| set(p)).collect();
+        sets.dedup();
+        let index = |p: &str| sets.iter().position(|s| *s == set(p)).unwrap_or(0);
+        let consumer = |(p, args): (&&str, QuantArgs)| Consumer { w: &work.of(p).original, args, set: index(p) };
+        let consumers: Vec<Consumer> = parts.iter().zip(args).map(consumer).collect();
+        let realize = |s: Vec<f32>| match &router {
+            None => awq::in_effect(&old, &awq::divided(&old, &s, dtype)),
+            Some(router) => awq::powers_of_two(s, &old, dtype, router, router_dtype),
+        };
         let found = match scaling {
             Scaling::Smooth(alpha) => Some(realize(awq::smooth(&h.largest_magnitude(), &consumers, alpha))),
             _ => awq::search(h, &h.mean_magnitude(), &consumers, realize)
@@ -258,8 +292,15 @@ impl Run<'_> {
         let Some(s) = found else { return Ok(()) };
         // `s` is `old / stored` in f32, so this finds `stored` again: it lies on a far coarser grid.
         let values = awq::divided(&old, &s, dtype);
-        norm(layer).set_values(values.clone());
+        if let Some(norm) = norm_of(layer, end) {
+            norm.set_values(values.clone());
+        }
         self.outcome.norms.push(PtqNorm { name, values, dtype });
+        if let (Some(router), Some(values)) = (layer.router_mut(), router) {
+            let values = awq::scale_columns(&values, &s);
+            router.set_values(values.clone());
+            self.outcome.norms.push(PtqNorm { name: router_name, values, dtype: router_dtype });
+        }
         for part in parts {
             work.of_mut(part).scale(None, Some(&s));
         }
@@ -281,7 +322,7 @@ impl Run<'_> {
     ) -> Result<(), TrainError> {
         let (Some(h), Some(args)) = (h, self.all_args(&[to, from])) else { return Ok(()) };
         let magnitude = awq::spread(&awq::pooled(&h.mean_magnitude(), kv_heads, d), heads, d);
-        let consumers = [Consumer { w: &work.of(to).original, args: args[0] }];
+        let consumers = [Consumer { w: &work.of(to).original, args: args[0], set: 0 }];
         let found = awq::search(h, &magnitude, &consumers, |s| s)
             .map_err(|(_, source)| TrainError::Quant { module: self.module(to), source })?;
         let Some(s) = found else { return Ok(()) };
@@ -308,6 +349,11 @@ impl Run<'_> {
         let stored = || self.checkpoint.dtype(name).and_then(Dtype::float);
         self.settings.float_dtype.or_else(stored).unwrap_or(FloatType::F32)
     }
+}
+
+/// The norm of a layer whose name ends so.
+fn norm_of<'a>(layer: &'a mut Layer, end: &str) -> Option<&'a mut RmsNorm> {
+    layer.norms_mut().into_iter().find(|(name, _)| *name == end).map(|(_, norm)| norm)
 }
 
 /// A weight rounded to nearest, under `global` for a scheme that has a global scale.

@@ -144,12 +144,13 @@ impl Rescale {
     }
 }
 
-/// A norm weight, or the bias of v_proj, that AWQ divided by the scales of the layers after it.
+/// A norm weight, or the bias of v_proj, that AWQ divided by the scales of the layers after it; or a router whose columns were multiplied
+/// by them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PtqNorm {
     /// Tensor name.
     pub name: String,
-    /// The new values, already rounded to `dtype`.
+    /// The new values, row major, already rounded to `dtype`.
     pub values: Vec<f32>,
     /// The dtype it is to be stored in.
     pub dtype: FloatType,
@@ -160,7 +161,7 @@ pub struct PtqNorm {
 pub struct PtqOutcome {
     /// The layers that the scheme names, in the order of the model. Of a run with a journal none: they lie there ([`Journal::blocks`]).
     pub linears: Vec<PtqLinear>,
-    /// Norms and biases that AWQ or SmoothQuant changed.
+    /// Norms, biases and routers that AWQ or SmoothQuant changed.
     pub norms: Vec<PtqNorm>,
     /// Static grids of the inputs of layers whose scheme has such, by module.
     pub inputs: Vec<(String, InputGrid)>,
@@ -238,15 +239,16 @@ impl<'a> PtqSettings<'a> {
 
 /// Walks of the batches through layer `i`: one for the inputs of each set of linears, one to pass its attention and one to pass its
 /// feed-forward block; where scales are searched (`again`), one more for o and for each down, which are measured for their scales
-/// and once again for their codes.
-fn walks(model: &LlamaConfig, i: usize, again: bool) -> usize {
+/// and once again for their codes, and one for what all experts read where its columns are `scaled`.
+fn walks(model: &LlamaConfig, i: usize, again: bool, scaled: bool) -> usize {
     let again = usize::from(again);
     let attention = match model.latent {
         None => 2 + again,
         Some(a) => 3 + usize::from(a.q_rank.is_some()),
     };
     let blocks = model.experts_of(i).map_or(1, |e| e.count + usize::from(e.shared > 0));
-    attention + blocks * (2 + again) + 2
+    let before_experts = usize::from(scaled && model.experts_of(i).is_some());
+    attention + blocks * (2 + again) + 2 + before_experts
 }
 
 /// Quantizes every linear layer of `checkpoint` that the scheme names. Runs on the current rayon pool; any number of
@@ -379,7 +381,8 @@ impl<'a> Run<'a> {
         let trains = settings.method.trains();
         let (tuned, steps) = if trains { (settings.tuning.walks(), settings.tuning.steps) } else { (0, 0) };
         let again = settings.scaling == Scaling::Awq && settings.method != PtqMethod::Rtn;
-        let walks = (0..model.num_hidden_layers).map(|i| walks(model, i, again) + tuned).sum::<usize>()
+        let scaled = settings.scaling != Scaling::None;
+        let walks = (0..model.num_hidden_layers).map(|i| walks(model, i, again, scaled) + tuned).sum::<usize>()
             + usize::from(settings.config.scheme_for("lm_head").is_some());
         let progress = PtqProgress { done: 0, total: walks * stream.len() + steps, layer: 0 };
         let beside = trains || settings.method == PtqMethod::Gptaq;
