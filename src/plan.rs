@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Instant;
 
 /// Memory that every command takes beside its tensors: the program, its threads, headers, the proof, small files.
-const BASE_MEMORY: u64 = 96 << 20;
+pub const BASE_MEMORY: u64 = 96 << 20;
 /// Bytes that are written to measure the disk.
 const SAMPLE: usize = 64 << 20;
 

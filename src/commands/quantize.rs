@@ -4,6 +4,7 @@
 
 mod calibrated;
 mod images;
+mod images_plan;
 mod journal;
 mod kv_cache;
 mod mixed;
