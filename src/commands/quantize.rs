@@ -5,6 +5,7 @@
 mod calibrated;
 mod floats;
 mod images;
+mod images_plan;
 mod journal;
 mod kv_cache;
 mod mixed;

@@ -1024,14 +1024,17 @@ def onnx_resnet(ctx, quantized):
     ctx.need_onnx()
     run = ctx.work / "onnx-resnet"
     if not run.exists():
-        few = ["train.seeds=[1]", "train.steps=60", "train.warmup_steps=5", "qat.steps=20", "qat.freeze_bn_step=12",
+        few = ["export.format=onnx", "train.seeds=[1]", "train.steps=60", "train.warmup_steps=5", "qat.steps=20", "qat.freeze_bn_step=12",
                "qat.freeze_ranges_step=12"]
         recipe = ROOT / "recipes" / "fashion-resnet-w4a4.toml"
         ctx.dsq("train", recipe, "--out", run, *[part for setting in few for part in ("--set", setting)])
     packed, plain = run / "exported", run / "master"
     x = onnx_checks.fashion_inputs(ROOT / "recipes/data/fashion-mnist/test-images.idx3.gz", json.loads((packed / "config.json").read_text()))
     if quantized:
-        return onnx_checks.image_difference(ctx, expect, ctx.images, packed, plain, x, ctx.work / "onnx-resnet-packed.onnx")
+        out = ctx.work / "onnx-resnet-packed.onnx"
+        figure = onnx_checks.image_difference(ctx, expect, ctx.images, packed, plain, x, out)
+        expect((run / "exported.onnx").read_bytes() == out.read_bytes(), "the recipe's own file is another")
+        return figure
     return onnx_checks.image_float(ctx, expect, ctx.images, plain, x, ctx.work / "onnx-resnet-float.onnx")
 
 

@@ -431,6 +431,9 @@ fn the_scheme_of_an_image_model_is_read_and_refused_by_name() {
     digests.dedup();
     assert_eq!(digests.len(), 5);
     checked(dir.path(), &["quant.scheme=W8A8", "qat.learned_scales=true"], 0);
+    let digest = |set: &[&str]| checked(dir.path(), set, 0);
+    assert_eq!(digest(&[]), digest(&["export.format=compressed-tensors"]));
+    assert!(digest(&[]) != digest(&["export.format=onnx"]));
     for (set, word) in [
         (&["quant.scheme=FP8_DYNAMIC"][..], "got FP8 E4M3"),
         (&["quant.scheme=W8A8", "quant.granularity=group", "quant.group_size=9"], "granularity"),

@@ -208,6 +208,7 @@ fn recipes_export_gptq_and_awq_folders() {
         ("gptq", &[][..], "gptq"),
         ("gptq_v2", &["quant.asymmetric=true"], "gptq"),
         ("awq", &["quant.asymmetric=true"], "awq"),
+        ("onnx", &[], "compressed-tensors"),
     ] {
         let run = dir.path().join(format);
         let set = sets(format, more);
@@ -223,12 +224,23 @@ fn recipes_export_gptq_and_awq_folders() {
         let out = Checkpoint::open(&run.join("exported")).unwrap();
         assert!(out.faults().is_empty(), "{:?}", out.faults());
         assert!(!out.is_quantized("model.layers.1.mlp.up_proj") && out.is_quantized("model.layers.0.mlp.up_proj"));
+        // The file is what the command makes of the folder.
+        let (file, again) = (run.join("exported.onnx"), dir.path().join("again.onnx"));
+        assert_eq!(file.exists(), format == "onnx");
+        if file.exists() {
+            works(&["export", text(&run.join("exported")), "--out", text(&again), "--format", "onnx"]);
+            assert!(std::fs::read(&file).unwrap() == std::fs::read(&again).unwrap());
+            works(&["inspect", text(&file)]);
+        }
     }
     for (format, more, words) in [
         ("gptq", &["quant.scheme=W4A8"][..], &["export.format", "no grids of inputs"][..]),
         ("gptq", &["quant.scale_dtype=f32"], &["export.format", "scale_dtype", "got F32"]),
         ("gptq", &["quant.asymmetric=true"], &["export.format", "expected \"gptq_v2\""]),
         ("awq", &["quant.scheme=W8A16"], &["export.format", "no INT8 weights"]),
+        ("onnx", &["quant.scheme=W4A8"], &["export.format", "no grids of inputs"]),
+        ("onnx", &["quant.group_size=8"], &["export.format", "blocks of 16", "got 8"]),
+        ("onnx", &["quant.scheme=Q4_0"], &["export.format", "expected \"gguf\""]),
         ("gptq", &["model.intermediate_size=272"], &["multiples of 32, got 272 and 256"]),
     ] {
         let set = sets(format, more);

@@ -156,7 +156,14 @@ fn a_file_or_folder_becomes_a_folder_a_quantized_one_and_onnx() {
 
         let quantized = at("w8a8");
         let options = ["--scheme", "W8A8", "--calib", text(&calib), "--equalize", "--json"];
-        let told = json(&[&["quantize", text(&float), "--out", text(&quantized)], &options[..]].concat());
+        let quantize = [&["quantize", text(&float), "--out", text(&quantized)], &options[..]].concat();
+        let plan = json(&[&quantize[..], &["--plan"]].concat())["plan"].clone();
+        assert!(!quantized.exists() && plan["memory_bytes"].as_u64().unwrap() > 1 << 20, "{plan}");
+        let told = json(&quantize);
+        // What is written is what was planned, but for the lengths of numbers in the proof.
+        let written: u64 = std::fs::read_dir(&quantized).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
+        let planned = plan["disk_bytes"].as_u64().unwrap();
+        assert!(written <= planned && planned < 2 * written + 100_000, "{planned} planned, {written} written");
         let layers = Checkpoint::open(&model).unwrap().config().linears().len();
         assert_eq!(told["rows"].as_array().unwrap().len(), layers);
         // The classifier sees one picture and its mirror image, and so hardly any variance.

@@ -1,7 +1,7 @@
 //! `dsq quantize` of an image model: pictures instead of text, and weights whose batch norm is folded. The methods are
 //! dsq-train's `ptq::cnn`.
 
-use super::{Args, GranularityName, Method, ObserverName, calibrated, source_record, workers};
+use super::{Args, GranularityName, Method, ObserverName, calibrated, images_plan, source_record, workers};
 use crate::{Global, error::CliError, output, pictures};
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, ExportTensor, ImageConfig, ModelConfig, Proof, export_folder, printable,
@@ -30,6 +30,11 @@ pub(super) struct ImageArgs {
 }
 
 impl ImageArgs {
+    /// Whether ranges of channels are equalised.
+    pub(super) fn equalizes(&self) -> bool {
+        self.equalize
+    }
+
     /// The first option that was given, for a model that takes none.
     pub(super) fn given(&self) -> Option<&'static str> {
         let options = [
@@ -73,6 +78,9 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Image
             .with_hint("give --calib DIR, pictures of the kind that the model will see; labels are not looked at"));
     };
     let files = pictures::list(dir, MAX_PICTURES)?;
+    if args.plan {
+        return images_plan::plan(args, global, ckpt, model, &config, method, files.len())?.tell(global, &args.out);
+    }
     let images = pictures::with_mirrored(pictures::read(&files, model)?, model.preparation.size[1]);
     let settings = CnnSettings {
         config: &config,
@@ -112,7 +120,6 @@ fn quant_config(args: &Args, model: &ImageConfig) -> Result<QuantConfig, CliErro
         ("--override", !args.overrides.is_empty()),
         ("--dtype", args.dtype.is_some()),
         ("--max-shard-size", args.max_shard_size.is_some()),
-        ("--plan", args.plan),
         ("--static-activations", args.static_activations),
         ("--asymmetric-activations", args.asymmetric_activations),
         ("--observer weighted-mse", args.observer == ObserverName::WeightedMse),

@@ -170,6 +170,9 @@ fn residual_networks_of_torchvision_are_told_by_their_tensors() {
         let mut other = tensors.clone();
         other.insert("layer1.0.se.fc1.weight".into(), vec![4, 64, 1, 1]);
         assert!(detect(&other).is_none());
+        let mut other = tensors.clone();
+        other.insert("fc.weight".into(), vec![0, 512]);
+        assert!(detect(&other).is_none());
         let mut other = tensors;
         other.insert("layer2.0.conv2.weight".into(), vec![256, 4, 3, 3]);
         assert!(detect(&other).is_none());

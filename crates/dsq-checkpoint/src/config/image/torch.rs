@@ -2,7 +2,9 @@
 //! a Hugging Face folder. Names are those of torchvision, and of timm where those differ. What no shape says (padding, epsilon, the
 //! place of a stride, the preparation of pictures) is torchvision's. Not the reading of such files (see `pytorch/`).
 
-use super::{ConvLayer, ImageConfig, ImageFamily, MobileNet, NORM_PARTS, Preparation, Residual, residual};
+use super::{
+    ConvLayer, ImageConfig, ImageFamily, MAX_CHANNELS, MobileNet, NORM_PARTS, Preparation, Residual, residual,
+};
 use std::collections::HashSet;
 
 /// Depth multipliers of published models. (Below 0.35 the stem has as many channels as the block behind it, to which torchvision and
@@ -33,8 +35,10 @@ pub(super) fn detect(
         let renamed = renamed(&config.layers(), naming, names, shape)?;
         Some((config, renamed))
     };
-    let four = |name: &str| shape(name).filter(|s| s.len() == 4);
-    let two = |name: &str| shape(name).filter(|s| s.len() == 2);
+    let sized = |name: &str, dims: usize| {
+        shape(name).filter(|s| s.len() == dims && s.iter().all(|d| (1..=MAX_CHANNELS).contains(d)))
+    };
+    let (four, two) = (|name: &str| sized(name, 4), |name: &str| sized(name, 2));
     if let (Some(first), Some(fc)) = (four("conv1.weight"), two("fc.weight")) {
         return fits(config(ImageFamily::ResNet(stages(&first, shape)?), &first, &fc), resnet as Naming);
     }
@@ -86,7 +90,7 @@ fn stages(first: &[usize], shape: &dyn Fn(&str) -> Option<Vec<usize>>) -> Option
         hidden_sizes.push(out);
         depths.push((1..1024).find(|&b| found(b).is_none())?);
     }
-    let fits = !depths.is_empty() && hidden_sizes.iter().all(|n| *n >= 4);
+    let fits = !depths.is_empty() && hidden_sizes.iter().all(|n| (4..=MAX_CHANNELS).contains(n));
     fits.then_some(Residual {
         embedding_size: first[0],
         hidden_sizes,
