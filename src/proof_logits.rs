@@ -1,11 +1,14 @@
-//! What an export says to a fixed set of prompts, beside what its source says: the part of a proof that needs a model to run. Not
-//! an evaluation: the prompts are few (see `dsq eval`).
+//! What an export says to a fixed set of prompts or pictures, beside what its source says: the part of a proof that needs a model to
+//! run. Not an evaluation: the questions are few (see `dsq eval`).
 
 use crate::plan::available_memory;
 use crate::{error::CliError, output};
-use dsq_checkpoint::{Checkpoint, CheckpointError, Fault, ModelConfig, PROOF_FILE, Proof, Severity, printable};
+use dsq_checkpoint::{
+    Checkpoint, CheckpointError, Fault, LlamaConfig, ModelConfig, PROOF_FILE, Proof, Severity, printable,
+};
 use dsq_eval::TextEval;
-use dsq_runtime::{RuntimeError, Specials, TextTokenizer, streamed_bytes, streamed_logits};
+use dsq_runtime::{CnnRuntime, ImageRuntime, RuntimeError, Specials, TextTokenizer, streamed_bytes, streamed_logits};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -20,11 +23,23 @@ const TEXTS: [&str; 4] = [
 const LENGTHS: [usize; 4] = [5, 16, 23, 48];
 /// Tokens of a prompt at most.
 const MOST: usize = 64;
+/// Pictures that an image model is asked for.
+const PICTURES: usize = 4;
 /// Logits of a prompt's last token that the proof holds.
 const TOP: usize = 5;
 /// How far a logit may be from the one in the proof, as a share of the largest: the same codes on other instructions differ by
 /// the roundings of f32 sums (measured against f64: 4e-5), and a wrong code by far more.
 const SAME: f64 = 1e-3;
+
+/// What a model is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Questions {
+    /// Token ids of prompts.
+    Prompts(Vec<Vec<u32>>),
+    /// That many pictures of waves, see [`pictures`].
+    Pictures(usize),
+}
 
 /// The `logits` of a proof: how far `exported` is from `source`, or why that was not measured.
 pub fn compare(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Value {
@@ -35,7 +50,7 @@ pub fn compare(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Va
 pub fn brief(proof: &Proof) -> Value {
     let mut value = proof.logits.clone().unwrap_or_default();
     if let Some(object) = value.as_object_mut() {
-        object.retain(|key, _| !["prompts", "last"].contains(&key.as_str()));
+        object.retain(|key, _| !["questions", "last"].contains(&key.as_str()));
     }
     value
 }
@@ -48,15 +63,16 @@ pub fn tell(proof: &Proof) {
     }
     let number = |key: &str| logits[key].as_f64().unwrap_or(f64::NAN);
     output::line(format!(
-        "logits on {} fixed prompts: KL to the source {:.4}, {:.1}% the same first choice, {:.1e} apart at most",
-        TEXTS.len(),
+        "logits on {} fixed {}: KL to the source {:.4}, {:.1}% the same first choice, {:.1e} apart at most",
+        logits["last"].as_array().map_or(0, Vec::len),
+        if logits["questions"]["pictures"].is_null() { "prompts" } else { "pictures" },
         number("kl"),
         100.0 * number("top1_agreement"),
         number("max_abs_difference"),
     ));
 }
 
-/// Memory that [`compare`] takes.
+/// Memory that [`compare`] takes, of a language model (an image model is small).
 pub fn bytes(source: &Checkpoint, threads: usize) -> u64 {
     let ModelConfig::Llama(c) = source.config() else { return 0 };
     let logits = 2 * 4 * (TEXTS.len() * MOST * c.vocab_size) as u64;
@@ -64,15 +80,13 @@ pub fn bytes(source: &Checkpoint, threads: usize) -> u64 {
 }
 
 fn measure(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, String> {
-    let ModelConfig::Llama(_) = source.config() else { return Err("an image model".into()) };
-    room(source, threads)?;
-    let prompts = prompts(source);
-    let reference = streamed_logits(source, &prompts, threads).map_err(|e| format!("the source: {e}"))?;
-    let logits = streamed_logits(exported, &prompts, threads).map_err(|e| format!("the export: {e}"))?;
+    let questions = Questions::of(source);
+    let reference = questions.ask(source, threads).map_err(|e| format!("the source: {e}"))?;
+    let logits = questions.ask(exported, threads).map_err(|e| format!("the export: {e}"))?;
     let mut eval = TextEval::new();
     let (mut largest, mut apart) = (0.0f64, 0.0f64);
-    for ((prompt, ours), theirs) in prompts.iter().zip(&logits).zip(&reference) {
-        eval.window(prompt, ours, Some(theirs)).map_err(|e| e.to_string())?;
+    for (i, (ours, theirs)) in logits.iter().zip(&reference).enumerate() {
+        eval.window(&questions.tokens(i), ours, Some(theirs)).map_err(|e| e.to_string())?;
         for (a, b) in ours.iter().zip(theirs) {
             apart = apart.max(f64::from((a - b).abs()));
             largest = largest.max(f64::from(b.abs()));
@@ -81,26 +95,69 @@ fn measure(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result
     let metrics = eval.finish().map_err(|e| e.to_string())?;
     let value = |e: Option<dsq_eval::Estimate>| e.map(|e| e.value);
     Ok(json!({
-        "prompts": prompts,
+        "questions": questions,
         "predictions": metrics.tokens,
         "kl": value(metrics.kl),
         "top1_agreement": value(metrics.top1_agreement),
         "max_abs_difference": apart,
         "largest_logit": largest,
-        "last": logits.iter().zip(&prompts).map(|(l, p)| top(&l[l.len() - l.len() / p.len()..])).collect::<Vec<_>>(),
+        "last": logits.iter().enumerate().map(|(i, l)| top(questions.last(i, l))).collect::<Vec<_>>(),
     }))
 }
 
-/// Refuses a model that is too large for the memory that is there.
-fn room(model: &Checkpoint, threads: usize) -> Result<(), String> {
-    let needed = bytes(model, threads);
-    match available_memory().filter(|there| *there < needed) {
-        Some(there) => Err(format!("expected {needed} bytes of memory, got {there}")),
-        None => Ok(()),
+impl Questions {
+    /// Those that a model is asked.
+    fn of(model: &Checkpoint) -> Self {
+        match model.config() {
+            ModelConfig::Llama(c) => Self::Prompts(prompts(model, c)),
+            ModelConfig::Image(_) | ModelConfig::ResNet(_) => Self::Pictures(PICTURES),
+        }
+    }
+
+    /// The logits after every token of every prompt; of pictures, those of each, twice (one row more than is looked at, see
+    /// [`TextEval::window`]).
+    fn ask(&self, model: &Checkpoint, threads: usize) -> Result<Vec<Vec<f32>>, String> {
+        let problem = |e: RuntimeError| e.to_string();
+        let count = match self {
+            Self::Prompts(prompts) => {
+                let needed = bytes(model, threads);
+                if let Some(there) = available_memory().filter(|there| *there < needed) {
+                    return Err(format!("expected {needed} bytes of memory, got {there}"));
+                }
+                return streamed_logits(model, prompts, threads).map_err(problem);
+            }
+            Self::Pictures(count) => *count,
+        };
+        let logits = match model.config() {
+            ModelConfig::Image(c) => {
+                let [h, w] = c.preparation.size;
+                ImageRuntime::load(model).and_then(|r| r.forward(&pictures(count, h * w * c.channels), count))
+            }
+            ModelConfig::ResNet(c) => {
+                let picture = c.image_size * c.image_size * c.in_channels;
+                CnnRuntime::load(model).and_then(|r| r.forward(&pictures(count, picture), count))
+            }
+            ModelConfig::Llama(_) => return Err("expected an image model, got a language model".into()),
+        }
+        .map_err(problem)?;
+        Ok(logits.chunks((logits.len() / count.max(1)).max(1)).map(|row| row.repeat(2)).collect())
+    }
+
+    /// Tokens in whose place the logits of question `i` stand.
+    fn tokens(&self, i: usize) -> Vec<u32> {
+        match self {
+            Self::Prompts(prompts) => prompts[i].clone(),
+            Self::Pictures(_) => vec![0; 2],
+        }
+    }
+
+    /// The last row of the logits of question `i`.
+    fn last<'l>(&self, i: usize, logits: &'l [f32]) -> &'l [f32] {
+        &logits[logits.len() - logits.len() / self.tokens(i).len().max(1)..]
     }
 }
 
-/// The first choices after a prompt, `[[id, logit], ...]`.
+/// The first choices of a row, `[[id, logit], ...]`.
 fn top(logits: &[f32]) -> Vec<(usize, f32)> {
     let mut all: Vec<(usize, f32)> = logits.iter().copied().enumerate().collect();
     all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
@@ -109,8 +166,7 @@ fn top(logits: &[f32]) -> Vec<(usize, f32)> {
 }
 
 /// The prompts as ids: [`TEXTS`], or numbers that follow from the size of the vocabulary.
-fn prompts(model: &Checkpoint) -> Vec<Vec<u32>> {
-    let ModelConfig::Llama(c) = model.config() else { return Vec::new() };
+fn prompts(model: &Checkpoint, c: &LlamaConfig) -> Vec<Vec<u32>> {
     let most = MOST.min(c.max_position_embeddings);
     let texts = || -> Result<Vec<Vec<u32>>, RuntimeError> {
         let tokenizer = TextTokenizer::new(model)?;
@@ -130,6 +186,12 @@ fn prompts(model: &Checkpoint) -> Vec<Vec<u32>> {
     prompts
 }
 
+/// `count` normalized pictures of `values` numbers each: a wave of another length for each, up to two standard deviations.
+fn pictures(count: usize, values: usize) -> Vec<f32> {
+    let one = |p: usize| (0..values).map(move |i| 2.0 * ((i * (7 * p + 3)) as f32 * 0.05).sin());
+    (0..count).flat_map(one).collect()
+}
+
 /// Checks a model against the logits in its proof, and the proof against `source`: `dsq inspect --verify`.
 ///
 /// # Errors
@@ -146,27 +208,28 @@ pub fn verify(model: &Checkpoint, source: Option<&Checkpoint>, threads: usize) -
         }
     };
     let mut faults = Vec::new();
-    match recorded(&proof) {
-        Ok((prompts, last)) => {
-            if let Err(problem) = same_logits(model, &prompts, &last, threads) {
-                faults.push(fault(Severity::Error, "logits", problem));
-            }
+    let recorded = match recorded(&proof) {
+        Ok(recorded) => Some(recorded),
+        Err(why) => {
+            faults.push(fault(Severity::Note, "logits", why));
+            None
         }
-        Err(why) => faults.push(fault(Severity::Note, "logits", why)),
+    };
+    if let Some((questions, last)) = &recorded
+        && let Err(problem) = same_logits(model, questions, last, threads)
+    {
+        faults.push(fault(Severity::Error, "logits", problem));
     }
-    if let Some(source) = source {
-        faults.extend(same_source(&file, &proof, source)?);
-        if let Ok((prompts, _)) = recorded(&proof)
-            && prompts == self::prompts(source)
-        {
-            let now = compare(source, model, threads);
-            for key in ["kl", "max_abs_difference"] {
-                let (then, now) = (&proof["logits"][key], &now[key]);
-                let near = |a: f64, b: f64| (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1e-3);
-                if !then.as_f64().zip(now.as_f64()).is_some_and(|(a, b)| near(a, b)) {
-                    let problem = format!("against the source: expected {then}, got {now}");
-                    faults.push(fault(Severity::Error, &format!("logits.{key}"), problem));
-                }
+    let Some(source) = source else { return Ok(faults) };
+    faults.extend(same_source(&file, &proof, source)?);
+    if recorded.is_some_and(|(questions, _)| questions == Questions::of(source)) {
+        let now = compare(source, model, threads);
+        for key in ["kl", "max_abs_difference"] {
+            let (then, now) = (&proof["logits"][key], &now[key]);
+            let near = |a: f64, b: f64| (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1e-3);
+            if !then.as_f64().zip(now.as_f64()).is_some_and(|(a, b)| near(a, b)) {
+                let problem = format!("against the source: expected {then}, got {now}");
+                faults.push(fault(Severity::Error, &format!("logits.{key}"), problem));
             }
         }
     }
@@ -175,36 +238,42 @@ pub fn verify(model: &Checkpoint, source: Option<&Checkpoint>, threads: usize) -
 
 type Last = Vec<Vec<(usize, f64)>>;
 
-/// Prompts and last logits of a proof, or why it has none.
-fn recorded(proof: &Value) -> Result<(Vec<Vec<u32>>, Last), String> {
+/// Questions and last logits of a proof, or why it has none.
+fn recorded(proof: &Value) -> Result<(Questions, Last), String> {
     let logits = &proof["logits"];
     if let Some(why) = logits["not_measured"].as_str() {
         return Err(format!("not measured when it was written: {why}"));
     }
-    let read = || -> Result<_, serde_json::Error> {
-        Ok((serde_json::from_value(logits["prompts"].clone())?, serde_json::from_value(logits["last"].clone())?))
+    let read = || -> Result<(Questions, Last), serde_json::Error> {
+        Ok((serde_json::from_value(logits["questions"].clone())?, serde_json::from_value(logits["last"].clone())?))
     };
     read().map_err(|_| "the proof holds none".into())
 }
 
-fn same_logits(model: &Checkpoint, prompts: &[Vec<u32>], last: &Last, threads: usize) -> Result<(), String> {
-    room(model, threads)?;
-    let logits = streamed_logits(model, prompts, threads).map_err(|e| e.to_string())?;
-    for (i, ((logits, prompt), last)) in logits.iter().zip(prompts).zip(last).enumerate() {
-        let row = &logits[logits.len() - logits.len() / prompt.len()..];
+fn same_logits(model: &Checkpoint, questions: &Questions, last: &Last, threads: usize) -> Result<(), String> {
+    let most = match questions {
+        Questions::Prompts(prompts) => prompts.iter().map(Vec::len).max().unwrap_or(0),
+        Questions::Pictures(count) => *count,
+    };
+    // A proof is a file like any other.
+    if most > MOST {
+        return Err(format!("expected at most {MOST} tokens in a prompt, got {most}"));
+    }
+    let logits = questions.ask(model, threads)?;
+    if last.len() != logits.len() {
+        return Err(format!("expected logits of {} questions, got {}", logits.len(), last.len()));
+    }
+    for (i, (logits, last)) in logits.iter().zip(last).enumerate() {
+        let row = questions.last(i, logits);
         let largest = row.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs()));
         for &(id, then) in last {
             let now = row.get(id).map_or(f64::NAN, |&x| f64::from(x));
             if !((now - then).abs() <= SAME * largest) {
-                return Err(format!("prompt {i}: logit of token {id}: expected {then}, got {now}"));
+                return Err(format!("question {i}: logit {id}: expected {then}, got {now}"));
             }
         }
     }
-    if last.len() == prompts.len() {
-        Ok(())
-    } else {
-        Err(format!("expected logits of {} prompts, got {}", prompts.len(), last.len()))
-    }
+    Ok(())
 }
 
 /// Whether every tensor that the proof hashed is in the source as it was.

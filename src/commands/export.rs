@@ -143,19 +143,18 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
     let target = FolderTarget {
         format: format.unwrap_or_default(),
-        out: &args.out,
-        config: ckpt.config(),
-        scheme: scheme.as_ref(),
         overwrite: args.overwrite,
-        again: false,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers,
         judge: Some(Judge(&judge)),
+        ..FolderTarget::new(&args.out, ckpt.config(), scheme.as_ref())
     };
     if args.plan {
         let disk = folder_bytes(&target, &outlines)? + aux.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
         let sample = || layers.make(linears / 2, &survey, args.dtype.unwrap_or_default());
-        return folder_plan(&args, &outlines, workers, disk, (linears > 0).then_some(sample))?.tell(global, &args.out);
+        let mut plan = folder_plan(&args, &outlines, workers, disk, (linears > 0).then_some(sample))?;
+        plan.memory = plan.memory.max(plan::BASE_MEMORY + proof_logits::bytes(&ckpt, global.threads()));
+        return plan.tell(global, &args.out);
     }
     let bar = output::progress(outlines.len() as u64, "write {bar:30} {pos}/{len} tensors {eta}");
     let cache = outlines[linears..caches].to_vec();

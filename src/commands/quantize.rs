@@ -19,8 +19,8 @@ use stream::{Layers, Output};
 
 use crate::{Global, error::CliError, output, proof_logits, size::Size};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, Dtype, ExportTensor, FolderFormat, FolderTarget, FolderWriter, Judge, LinearSpec,
-    ModelConfig, Outline, Proof, SourceRecord, Workers, check_groups, check_output, printable,
+    Checkpoint, CheckpointError, Dtype, ExportTensor, FolderTarget, FolderWriter, Judge, LinearSpec, ModelConfig,
+    Outline, Proof, SourceRecord, Workers, check_groups, check_output, printable,
 };
 use dsq_quant::{
     FloatType, Granularity, Mapping, Pattern, QParams, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix,
@@ -269,15 +269,12 @@ fn make(run: &Run, journal: Option<&Journal>, again: bool) -> Result<Made, CliEr
     }
     let judge = |exported: &Checkpoint| proof_logits::compare(ckpt, exported, global.threads());
     let target = FolderTarget {
-        format: FolderFormat::CompressedTensors,
-        out: &args.out,
-        config: run.model,
-        scheme: Some(&config),
         overwrite: args.overwrite,
         again,
         max_shard: args.max_shard_size.map(|s| s.0),
         workers: Workers::new(global.threads()),
         judge: Some(Judge(&judge)),
+        ..FolderTarget::new(&args.out, run.model, Some(&config))
     };
     let layers = match (text, journal) {
         (Some(text), Some(journal)) if looks => {

@@ -4,8 +4,11 @@
 use super::{Start, Tick, place};
 use crate::error::CliError;
 use crate::plot::{Series, loss_curve};
+use crate::proof_logits;
 use crate::recipe::CnnJob;
-use dsq_checkpoint::{Checkpoint, ExportTensor, ModelConfig, export_folder, write_atomic};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, FolderTarget, Judge, ModelConfig, export_folder, export_layers, write_atomic,
+};
 use dsq_eval::{ImageEval, Report, Row};
 use dsq_quant::FloatType;
 use dsq_runtime::CnnRuntime;
@@ -108,7 +111,15 @@ fn export_and_run(
         };
         write_master(export, &named(place::MASTER))?;
         let folder = named(place::EXPORTED);
-        export.write(&folder, quant, true)?;
+        let master = Checkpoint::open(&named(place::MASTER))?;
+        let judge = |exported: &Checkpoint| proof_logits::compare(&master, exported, start.global.threads());
+        let config = ModelConfig::ResNet(export.config.clone());
+        let target = FolderTarget {
+            overwrite: true,
+            judge: Some(Judge(&judge)),
+            ..FolderTarget::new(&folder, &config, Some(quant))
+        };
+        export_layers(&target, export.tensors(), Vec::new())?;
         if onnx {
             super::write_onnx(&folder, &folder.with_extension("onnx"))?;
         }

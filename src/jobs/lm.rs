@@ -7,10 +7,10 @@ use crate::error::CliError;
 use crate::overlap::{self, Sketch};
 use crate::plot::{Series, loss_curve};
 use crate::recipe::LmJob;
-use crate::{input, output};
+use crate::{input, output, proof_logits};
 use dsq_checkpoint::{
-    Checkpoint, ExportTensor, FolderFormat, GgufExport, GgufOptions, GgufType, ModelConfig, Proof, SourceRecord,
-    export_folder, export_folder_as, write_atomic,
+    Checkpoint, ExportTensor, FolderFormat, FolderTarget, GgufExport, GgufOptions, GgufType, Judge, ModelConfig, Proof,
+    SourceRecord, export_folder, export_layers, write_atomic,
 };
 use dsq_eval::{Report, Row, TextEval};
 use dsq_model::Llama;
@@ -158,7 +158,7 @@ pub fn run(job: &LmJob, start: &mut Start, recipe_path: &Path) -> Result<Report,
     };
     let outcome = train_lm(&plan.config, &plan.train_tokens, &plan.train, &plan.quant, &mut run, &mut on_step)?;
     draw_curve(&run, &start.recipe.name)?;
-    let proof = export(&plan, &outcome, run.path())?;
+    let proof = export(&plan, &outcome, run.path(), start.global.threads())?;
     let mut report = evaluate(&plan, job, &outcome, &proof, run.path(), start)?;
     report = report
         .about("recipe", start.recipe.name.clone())
@@ -189,7 +189,7 @@ fn draw_curve(run: &RunDir, name: &str) -> Result<(), CliError> {
 }
 
 /// Writes the float model, the master weights and the export; each is re-read and proved by `export_folder`.
-fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliError> {
+fn export(plan: &Plan, outcome: &LmOutcome, run: &Path, threads: usize) -> Result<Proof, CliError> {
     let config = ModelConfig::Llama(plan.config.clone());
     let sketch = plan.sketch.file()?;
     let aux = || vec![("tokenizer.json".to_string(), plan.tokenizer.clone()), sketch.clone()];
@@ -199,7 +199,7 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
         export_folder(&run.join(folder), &config, tensors, None, aux(), true)?;
     }
     if let Some(ty) = plan.gguf {
-        return export_blocks(plan, ty, run);
+        return export_blocks(plan, ty, run, threads);
     }
     let mut quantized: BTreeMap<&str, &QuantizedMatrix> =
         outcome.quantized.iter().map(|(n, m)| (n.as_str(), m)).collect();
@@ -228,7 +228,15 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
         })
         .collect();
     let out = run.join(place::EXPORTED);
-    let proof = export_folder_as(plan.folder, &out, &config, tensors, Some(&plan.quant), aux(), true)?;
+    let master = Checkpoint::open(&run.join(place::MASTER))?;
+    let judge = |exported: &Checkpoint| proof_logits::compare(&master, exported, threads);
+    let target = FolderTarget {
+        format: plan.folder,
+        overwrite: true,
+        judge: Some(Judge(&judge)),
+        ..FolderTarget::new(&out, &config, Some(&plan.quant))
+    };
+    let proof = export_layers(&target, tensors, aux())?;
     if plan.onnx {
         super::write_onnx(&out, &run.join(place::EXPORTED_ONNX))?;
     }
@@ -237,14 +245,15 @@ fn export(plan: &Plan, outcome: &LmOutcome, run: &Path) -> Result<Proof, CliErro
 
 /// Writes the GGUF file of the master weights: the encoder is that of the forward pass, so the blocks are those that were trained on.
 /// What is not quantized stays in f32.
-fn export_blocks(plan: &Plan, ty: GgufType, run: &Path) -> Result<Proof, CliError> {
+fn export_blocks(plan: &Plan, ty: GgufType, run: &Path, threads: usize) -> Result<Proof, CliError> {
     let master = Checkpoint::open(&run.join(place::MASTER))?;
     let mut keep: Vec<String> = vec!["model.embed_tokens".into()];
     let linears = ModelConfig::Llama(plan.config.clone()).linears().into_iter();
     keep.extend(linears.map(|l| l.module).filter(|m| plan.quant.blocks_for(m).is_none()));
     let options = GgufOptions { ty, dtype: None, requantize: false, keep, overwrite: true };
     let export = GgufExport::new(&master, &run.join(place::EXPORTED_GGUF), options)?;
-    Ok(export.write(&dsq_kernels::quantize::quantize_blocks, &mut || ())?)
+    let judge = |exported: &Checkpoint| proof_logits::compare(&master, exported, threads);
+    Ok(export.judged(Judge(&judge)).write(&dsq_kernels::quantize::quantize_blocks, &mut || ())?)
 }
 
 /// Logits `[len, vocab]` of one window of tokens.

@@ -31,7 +31,7 @@ fn a_proof_holds_logits_that_can_be_measured_again() {
         assert!(seen.contains("logits on 4 fixed prompts: KL to the source 0."), "{seen}");
         let logits = proof(&q)["logits"].clone();
         assert!(logits["kl"].as_f64().unwrap() > 0.0 && logits["max_abs_difference"].as_f64().unwrap() > 0.0);
-        assert_eq!(logits["prompts"].as_array().unwrap().len(), 4);
+        assert_eq!(logits["questions"]["prompts"].as_array().unwrap().len(), 4);
         assert_eq!(verify(&q, &["--source", text(&source)]), (Some(0), vec![]), "{name}");
         // The same bits for any number of threads.
         let one = at(&format!("{name}-1"));

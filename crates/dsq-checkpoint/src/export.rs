@@ -11,7 +11,6 @@ pub use stream::{FolderTarget, Judge, export_stream, folder_bytes};
 use crate::checkpoint::hex_sha256;
 use crate::columns::{self, FolderFormat};
 use crate::tensor::{float_bytes, floats_from_bytes};
-use crate::workers::Workers;
 use crate::{CheckpointError, Dtype, ModelConfig, printable};
 use dsq_quant::{ColumnOrder, FloatType, KvGrid, QParams, QuantArgs, QuantConfig, QuantizedMatrix};
 use serde::Serialize;
@@ -350,9 +349,7 @@ pub fn export_folder_as(
     aux: Vec<(String, Vec<u8>)>,
     overwrite: bool,
 ) -> Result<Proof, CheckpointError> {
-    let workers = Workers::new(1);
-    let (again, max_shard, judge) = (false, None, None);
-    let target = FolderTarget { format, out, config, scheme, overwrite, again, max_shard, workers, judge };
+    let target = FolderTarget { format, overwrite, ..FolderTarget::new(out, config, scheme) };
     export_layers(&target, layers, aux)
 }
 

@@ -3,9 +3,9 @@
 
 use super::{Args, quantized_inputs};
 use crate::plan::{self, Plan};
-use crate::{Global, error::CliError, output};
+use crate::{Global, error::CliError, output, proof_logits};
 use dsq_checkpoint::{
-    Checkpoint, ExportLoss, GgufExport, GgufOptions, GgufType, Proof, Workers, check_room, printable,
+    Checkpoint, ExportLoss, GgufExport, GgufOptions, GgufType, Judge, Proof, Workers, check_room, printable,
 };
 use dsq_kernels::quantize::quantize_blocks;
 use serde_json::json;
@@ -25,7 +25,9 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
         GgufOptions { ty, dtype: args.dtype, requantize: args.requantize, keep: Vec::new(), overwrite: args.overwrite };
     let export = GgufExport::new(&ckpt, &args.out, options)?;
     if args.plan {
-        return plan_of(args, &export)?.tell(global, &args.out);
+        let mut plan = plan_of(args, &export)?;
+        plan.memory = plan.memory.max(plan::BASE_MEMORY + proof_logits::bytes(&ckpt, global.threads()));
+        return plan.tell(global, &args.out);
     }
     check_room(&args.out, export.bytes())?;
     let count = export.tensors() as u64;
@@ -45,7 +47,8 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     }
     let inputs = quantized_inputs(&ckpt)?;
     let bar = output::progress(count, "write {bar:30} {pos}/{len} tensors {eta}");
-    let proof = export.write(&quantize_blocks, &mut || bar.inc(1))?;
+    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
+    let proof = export.judged(Judge(&judge)).write(&quantize_blocks, &mut || bar.inc(1))?;
     bar.finish_and_clear();
     report(args, global, ty, &proof, loss.as_ref(), inputs);
     Ok(0)
@@ -95,6 +98,7 @@ fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Optio
             });
         }
         super::add_dropped(&mut object, scales, inputs);
+        object["logits"] = proof_logits::brief(proof);
         output::line(object.to_string());
         return;
     }
@@ -124,4 +128,5 @@ fn report(args: &Args, global: &Global, ty: GgufType, proof: &Proof, loss: Optio
         ));
     }
     output::line(format!("proof: every tensor was read back equal ({out}.dsq-proof.json)"));
+    proof_logits::tell(proof);
 }

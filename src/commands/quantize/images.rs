@@ -2,9 +2,10 @@
 //! dsq-train's `ptq::cnn`.
 
 use super::{Args, GranularityName, Method, ObserverName, calibrated, images_plan, source_record, workers};
-use crate::{Global, error::CliError, output, pictures};
+use crate::{Global, error::CliError, output, pictures, proof_logits};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, ExportTensor, ImageConfig, ModelConfig, Proof, export_folder, printable,
+    Checkpoint, CheckpointError, ExportTensor, FolderTarget, ImageConfig, Judge, ModelConfig, Proof, export_layers,
+    printable,
 };
 use dsq_quant::{FloatType, Granularity, Mapping, Percentile, QuantConfig, QuantScheme, WeightObserver};
 use dsq_train::TrainError;
@@ -106,7 +107,13 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Image
     for layer in outcome.layers {
         tensors.extend(exported(args, ckpt, layer)?);
     }
-    let proof = export_folder(&args.out, &model, tensors, Some(&config), ckpt.aux_files()?, args.overwrite)?;
+    let judge = |exported: &Checkpoint| proof_logits::compare(ckpt, exported, global.threads());
+    let target = FolderTarget {
+        overwrite: args.overwrite,
+        judge: Some(Judge(&judge)),
+        ..FolderTarget::new(&args.out, &model, Some(&config))
+    };
+    let proof = export_layers(&target, tensors, ckpt.aux_files()?)?;
     report(args, global, &proof, &errors, files.len());
     Ok(0)
 }
@@ -198,6 +205,7 @@ fn report(args: &Args, global: &Global, proof: &Proof, errors: &[(String, f64)],
                 "correct_bias": args.images.correct_bias,
                 "activation_percentile": args.images.activation_percentile.unwrap_or(100.0),
             },
+            "logits": proof_logits::brief(proof),
             "rows": rows,
         });
         output::line(object.to_string());
@@ -217,4 +225,5 @@ fn report(args: &Args, global: &Global, proof: &Proof, errors: &[(String, f64)],
         output::line(format!("  largest {e:.4} in {}", printable(name)));
     }
     output::line("proof: every code, scale, zero point and bias was read back equal (dsq-proof.json)");
+    proof_logits::tell(proof);
 }

@@ -5,8 +5,7 @@ use super::{Args, workers};
 use crate::plan::{BASE_MEMORY, Plan, timed, write_rate};
 use crate::{Global, error::CliError};
 use dsq_checkpoint::{
-    Activation, Checkpoint, FolderFormat, FolderTarget, ImageConfig, MAX_POOL, ModelConfig, Outline, Pool, Workers,
-    folder_bytes,
+    Activation, Checkpoint, FolderTarget, ImageConfig, MAX_POOL, ModelConfig, Outline, Pool, folder_bytes,
 };
 use dsq_kernels::conv::PaddedConv;
 use dsq_quant::{FloatType, QuantConfig};
@@ -90,6 +89,7 @@ pub(super) fn plan(
                 shape,
                 args: s.weights,
                 activation: s.activations.filter(|a| !a.is_dynamic()),
+                ordered: false,
             },
         });
     }
@@ -98,16 +98,7 @@ pub(super) fn plan(
         channel_clip: outlines.iter().any(|o| o.name().ends_with(".clip")),
         ..model.clone()
     });
-    let target = FolderTarget {
-        format: FolderFormat::CompressedTensors,
-        out: &args.out,
-        config: &written,
-        scheme: Some(config),
-        overwrite: true,
-        again: false,
-        max_shard: None,
-        workers: Workers::new(1),
-    };
+    let target = FolderTarget::new(&args.out, &written, Some(config));
     let aux: usize = ckpt.aux_files()?.iter().map(|(_, bytes)| bytes.len()).sum();
     let disk = folder_bytes(&target, &outlines)? + aux as u64;
     // All weights as they were folded, as they ship, and what writing takes; the pictures.
@@ -120,7 +111,7 @@ pub(super) fn plan(
         measured += &format!(", the disk takes {:.0} MB/s", written / 1e6);
     }
     let seconds = work / rate + disk_rate.map_or(0.0, |w| disk as f64 / w);
-    Ok(Plan { memory: BASE_MEMORY + (kept + most) as u64, disk, seconds, measured })
+    Ok(Plan { memory: BASE_MEMORY + (kept + most) as u64, disk, seconds, measured, journal: None })
 }
 
 /// Operations a second of a convolution of the middle of such networks.

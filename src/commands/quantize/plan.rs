@@ -3,10 +3,8 @@
 
 use super::{Args, Floats, Method, calibrated::Text, journal, stream, workers};
 use crate::plan::{BASE_MEMORY, JournalThere, Plan, most_resident, stream_memory, timed, write_rate};
-use crate::{Global, error::CliError};
-use dsq_checkpoint::{
-    Checkpoint, FolderFormat, FolderTarget, LinearSpec, ModelConfig, Outline, Workers, check_room, folder_bytes,
-};
+use crate::{Global, error::CliError, proof_logits};
+use dsq_checkpoint::{Checkpoint, FolderTarget, LinearSpec, ModelConfig, Outline, Workers, check_room, folder_bytes};
 use dsq_kernels::train::{Strided, matmul};
 use dsq_quant::{QuantConfig, QuantScheme};
 use dsq_train::ptq::Journal;
@@ -61,17 +59,8 @@ impl Run<'_> {
 
     /// Bytes that the output takes, and a journal beside it.
     fn disk(&self, outlines: &[Outline]) -> Result<u64, CliError> {
-        let target = FolderTarget {
-            format: FolderFormat::CompressedTensors,
-            out: &self.args.out,
-            config: self.model,
-            scheme: Some(self.config),
-            overwrite: true,
-            again: false,
-            max_shard: self.args.max_shard_size.map(|s| s.0),
-            workers: Workers::new(1),
-            judge: None,
-        };
+        let max_shard = self.args.max_shard_size.map(|s| s.0);
+        let target = FolderTarget { max_shard, ..FolderTarget::new(&self.args.out, self.model, Some(self.config)) };
         let aux: usize = self.ckpt.aux_files()?.iter().map(|(_, bytes)| bytes.len()).sum();
         let folder = folder_bytes(&target, outlines)? + aux as u64;
         if self.text.is_none() {
@@ -143,6 +132,8 @@ impl Run<'_> {
             time += self.work(&s) / flops;
             measured += &format!(", products are computed at {:.1} GFLOP/s", flops / 1e9);
         }
+        // The prompts of the proof, one after the other for source and output, after everything else.
+        memory = memory.max(BASE_MEMORY + proof_logits::bytes(self.ckpt, self.global.threads()));
         Ok(Plan { memory, disk, seconds: time, measured, journal: self.journal()? })
     }
 

@@ -49,6 +49,23 @@ pub struct FolderTarget<'a> {
     pub judge: Option<Judge<'a>>,
 }
 
+impl<'a> FolderTarget<'a> {
+    /// A new compressed-tensors folder with one weight file, written by one thread.
+    pub fn new(out: &'a Path, config: &'a ModelConfig, scheme: Option<&'a QuantConfig>) -> Self {
+        Self {
+            format: FolderFormat::CompressedTensors,
+            out,
+            config,
+            scheme,
+            overwrite: false,
+            again: false,
+            max_shard: None,
+            workers: Workers::new(1),
+            judge: None,
+        }
+    }
+}
+
 /// What is to be said of the model in a folder that was written and re-read, by one who can run it: it goes into the proof.
 #[derive(Clone, Copy)]
 pub struct Judge<'a>(pub &'a (dyn Fn(&Checkpoint) -> serde_json::Value + Sync));
@@ -511,19 +528,7 @@ mod tests {
     }
 
     fn target<'a>(out: &'a Path, config: &'a ModelConfig, scheme: &'a QuantConfig) -> FolderTarget<'a> {
-        let format = FolderFormat::default();
-        let workers = Workers::new(1);
-        FolderTarget {
-            format,
-            out,
-            config,
-            scheme: Some(scheme),
-            overwrite: false,
-            again: false,
-            max_shard: None,
-            workers,
-            judge: None,
-        }
+        FolderTarget::new(out, config, Some(scheme))
     }
 
     /// The proof can fail: one changed bit anywhere in the written tensors, a tensor too many, another config or another

@@ -11,9 +11,9 @@ use super::mix::GgufType;
 use super::proof::{Meant, MeantPart, prove};
 use super::value::Metadata;
 use super::write::{ALIGNMENT, TableRow, header};
-use super::{hex, keys, rope};
-use crate::checkpoint::hex_sha256;
-use crate::export::{CODES, ExportLoss, Proof, SourceRecord, TensorProof};
+use super::{keys, rope};
+use crate::checkpoint::{hex, hex_sha256};
+use crate::export::{CODES, ExportLoss, Judge, Proof, SourceRecord, TensorProof};
 use crate::tensor::{conversion_loss, float_bytes};
 use crate::write::{FileWriter, check_output};
 use crate::{Checkpoint, CheckpointError, LinearWeight, LlamaConfig, ModelConfig};
@@ -112,9 +112,15 @@ pub struct GgufExport<'a> {
     metadata: Metadata,
     dropped: Vec<(String, &'static str)>,
     quantized: bool,
+    judge: Option<Judge<'a>>,
 }
 
 impl<'a> GgufExport<'a> {
+    /// The same, with one who is asked about the file before it gets its name.
+    pub fn judged(self, judge: Judge<'a>) -> Self {
+        Self { judge: Some(judge), ..self }
+    }
+
     /// Makes all checks that need no weight: the architecture, the output, the rows of every matrix, the tokenizer.
     ///
     /// # Errors
@@ -203,7 +209,7 @@ impl<'a> GgufExport<'a> {
         }
         let dropped = dropped(source, &config, &plan)?;
         let (out, rope_factors) = (out.to_path_buf(), factors.unwrap_or_default());
-        Ok(Self { source, config, rope_factors, out, options, plan, metadata, dropped, quantized })
+        Ok(Self { source, config, rope_factors, out, options, plan, metadata, dropped, quantized, judge: None })
     }
 
     /// Tensors of the file.
@@ -298,6 +304,9 @@ impl<'a> GgufExport<'a> {
         let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if let Some(hash) = proof.files.remove("") {
             proof.files.insert(name, hash);
+        }
+        if let Some(judge) = self.judge {
+            proof.logits = Some(judge.0(&Checkpoint::open(writer.written()?)?));
         }
         let text = serde_json::to_vec_pretty(&proof)
             .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;

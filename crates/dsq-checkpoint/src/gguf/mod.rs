@@ -41,6 +41,7 @@ pub use mix::GgufType;
 pub(crate) use proof::check_proof_place;
 pub use proof::proof_path;
 
+use crate::checkpoint::hex;
 use crate::error::printable;
 use crate::json::open_regular;
 use crate::{CheckpointError, Fault, ModelConfig, Severity, TensorInfo};
@@ -395,11 +396,6 @@ fn rope_factors(file: &File, header: &Header, path: &Path) -> Result<Option<Vec<
     let mut out = vec![0.0; entry.elements() as usize];
     GgmlType::F32.dequantize(&bytes, &mut out);
     Ok(Some(out))
-}
-
-/// A finished SHA-256 in hex.
-fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(unix)]
