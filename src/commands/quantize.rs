@@ -287,7 +287,7 @@ fn make(run: &Run, journal: Option<&Journal>, again: bool) -> Result<Made, CliEr
                 about.extend(trained.about().as_object().cloned().unwrap_or_default());
                 notes.extend(trained.notes());
             }
-            Layers::Chosen(found)
+            Layers::Chosen(Box::new(found))
         }
         _ => Layers::Rounded(stream::Rounding::new(args, global, ckpt, &config, specs)?, specs),
     };

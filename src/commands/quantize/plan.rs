@@ -203,7 +203,8 @@ impl Run<'_> {
             // The sums over the inputs, while they are made; then with their factor, the codes that are chosen and their errors.
             let measured = 12.0 * square + activations;
             let chosen = 20.0 * square + 20.0 * s.largest;
-            walk(layer + original + float + measured.max(chosen));
+            // And the codes of the block so far.
+            walk(layer + 1.25 * s.block + original + float + measured.max(chosen));
         }
         if self.trains() {
             // The float block, the quantized one, the one that is trained and where it began, with gradients and two moments; what the

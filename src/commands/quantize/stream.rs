@@ -22,7 +22,7 @@ pub(super) enum Layers<'a> {
     /// Rounded when they are asked for.
     Rounded(Rounding<'a>, &'a [LinearSpec]),
     /// Chosen on text, and in the journal.
-    Chosen(Calibrated<'a>),
+    Chosen(Box<Calibrated<'a>>),
 }
 
 impl Layers<'_> {

@@ -278,6 +278,7 @@ pub fn quantize_llama(
             PtqMethod::Gptaq => {
                 run.float_layer = Some(layer.clone());
                 run.quantize_layer(layer)?;
+                run.float_layer = None;
             }
             PtqMethod::Blockwise | PtqMethod::AutoRound => run.blockwise_layer(layer)?,
         }
