@@ -157,10 +157,16 @@ impl Job {
         for (i, state) in now.iter().enumerate() {
             // The second is the proof of the first, which may be lost.
             let lost = i == 1 && state.is_none() && code == Some(4);
-            assert!(lost || *state == self.old[i] || *state == self.new[i], "neither the old nor the new output: {case}");
+            assert!(
+                lost || *state == self.old[i] || *state == self.new[i],
+                "neither the old nor the new output: {case}"
+            );
         }
         if let ([file, proof], [_, old]) = (now.as_slice(), self.old.as_slice()) {
-            assert!(proof.is_none() || (proof == old) == (*file == self.old[0]), "a file beside the other's proof: {case}");
+            assert!(
+                proof.is_none() || (proof == old) == (*file == self.old[0]),
+                "a file beside the other's proof: {case}"
+            );
         }
         match code {
             Some(0) => assert_eq!(now, self.new, "code 0 without the output: {case}"),
