@@ -10,6 +10,7 @@ mod resnet;
 mod rope;
 
 pub use efficientnet::{ConvLayer, EfficientNetConfig};
+pub(crate) use experts::Stack;
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use latent::{LATENT_NORM_EPS, Latent};
 pub use llama::{Biases, LlamaConfig};
