@@ -76,9 +76,14 @@ fn write(out: &Path, ckpt: &Checkpoint, outcome: &CnnOutcome, scheme: &QuantConf
         tensors.extend(l.clip.map(|c| float("clip", vec![c.len()], c)));
         tensors.push(match l.matrix {
             None => float("weight", l.shape, l.weight),
-            Some(matrix) => {
-                ExportTensor::Linear { module, shape: l.shape, matrix, activation: l.activation, source: None }
-            }
+            Some(matrix) => ExportTensor::Linear {
+                module,
+                shape: l.shape,
+                matrix,
+                activation: l.activation,
+                source: None,
+                order: None,
+            },
         });
     }
     let model = ModelConfig::Image(outcome.config.clone());

@@ -1,6 +1,7 @@
 //! The weights of a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`. Not the
 //! config and not what the tensors mean (see `checkpoint.rs`).
 
+use crate::config::Stack;
 use crate::config::fields::show;
 use crate::json::read_json;
 use crate::safetensors::{Entry, SafetensorsFile};
@@ -51,7 +52,7 @@ impl Folder {
         let mut count = 0;
         for file in &mut self.files {
             for entry in file.entries() {
-                let Some((shape, _)) = config.stacked(&entry.name) else { continue };
+                let Some(Stack { shape, .. }) = config.stacked(&entry.name) else { continue };
                 if entry.shape != shape || entry.dtype.float().is_none() {
                     let problem = format!(
                         "stacked experts; expected floats of shape {shape:?} (experts, outputs, inputs), got {} {:?}",
@@ -62,7 +63,7 @@ impl Folder {
                     ));
                 }
             }
-            count += file.split(|entry| config.stacked(&entry.name).map(|(_, parts)| parts))?;
+            count += file.split(|entry| config.stacked(&entry.name).map(|stack| stack.parts))?;
         }
         if count > 0 {
             let path = self.files[0].path();

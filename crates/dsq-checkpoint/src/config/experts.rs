@@ -186,6 +186,14 @@ pub(super) fn per_token(f: &Fields, n: usize, count: usize) -> Result<usize, Che
     }
 }
 
+/// A tensor whose bytes are those of others, one after the other.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Stack {
+    pub shape: Vec<usize>,
+    /// Names and shapes.
+    pub parts: Vec<(String, Vec<usize>)>,
+}
+
 /// Names of the linear layers of a feed-forward block: gate, up, down.
 const DENSE: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
@@ -214,7 +222,7 @@ impl LlamaConfig {
     /// What the tensor `name` is made of where it is one of transformers' own module (version 5): `mlp.experts.gate_up_proj [experts, 2 *
     /// width, d]`, gate above up, and `mlp.experts.down_proj [experts, d, width]`. Its shape, and the names and shapes of the parts
     /// that lie in it one after the other. Mixtral's router, which is called `mlp.gate` there, is one part.
-    pub(crate) fn stacked(&self, name: &str) -> Option<(Vec<usize>, Vec<(String, Vec<usize>)>)> {
+    pub(crate) fn stacked(&self, name: &str) -> Option<Stack> {
         let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let i: usize = layer.parse().ok().filter(|i: &usize| layer == i.to_string())?;
         let e = self.experts_of(i)?;
@@ -229,12 +237,14 @@ impl LlamaConfig {
             (0..e.count).flat_map(of).collect()
         };
         match part {
-            "experts.gate_up_proj" => Some((vec![e.count, 2 * width, d], each(&[0, 1], [width, d]))),
-            "experts.down_proj" => Some((vec![e.count, d, width], each(&[2], [d, width]))),
+            "experts.gate_up_proj" => {
+                Some(Stack { shape: vec![e.count, 2 * width, d], parts: each(&[0, 1], [width, d]) })
+            }
+            "experts.down_proj" => Some(Stack { shape: vec![e.count, d, width], parts: each(&[2], [d, width]) }),
             "gate.weight" if name.contains(".mlp.") && self.feed_forward_name() != "mlp" => {
                 let shape = vec![e.count, d];
                 let name = format!("model.layers.{i}.{}.gate.weight", self.feed_forward_name());
-                Some((shape.clone(), vec![(name, shape)]))
+                Some(Stack { shape: shape.clone(), parts: vec![(name, shape)] })
             }
             _ => None,
         }

@@ -9,6 +9,7 @@ mod llama;
 mod resnet;
 mod rope;
 
+pub(crate) use experts::Stack;
 pub use experts::{Experts, Groups, Routing, Scores};
 pub use image::{
     Activation, ConvLayer, Filter, ImageConfig, ImageFamily, MAX_POOL, MobileNet, Padding, Pool, Preparation, Residual,
