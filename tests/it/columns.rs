@@ -240,7 +240,6 @@ fn recipes_export_gptq_and_awq_folders() {
         ("awq", &["quant.scheme=W8A16"], &["export.format", "no INT8 weights"]),
         ("onnx", &["quant.scheme=W4A8"], &["export.format", "no grids of inputs"]),
         ("onnx", &["quant.group_size=8"], &["export.format", "blocks of 16", "got 8"]),
-        ("onnx", &["quant.scheme=Q4_0"], &["export.format", "expected \"gguf\""]),
         ("gptq", &["model.intermediate_size=272"], &["multiples of 32, got 272 and 256"]),
     ] {
         let set = sets(format, more);

@@ -171,9 +171,9 @@ fn a_file_or_folder_becomes_a_folder_a_quantized_one_and_onnx() {
         assert!(written <= planned && planned < 2 * written + 100_000, "{planned} planned, {written} written");
         let layers = Checkpoint::open(&model).unwrap().config().linears().len();
         assert_eq!(told["rows"].as_array().unwrap().len(), layers);
-        // The classifier sees one picture and its mirror image, and so hardly any variance.
-        let errors = told["rows"].as_array().unwrap()[..layers - 1].iter().map(|r| r["output_error"].as_f64().unwrap());
-        assert!(errors.fold(0.0, f64::max) < 0.1, "eight bits follow the float outputs: {told}");
+        // Of the first layers: the last ones see a few pixels of one picture and its mirror image, hardly any variance.
+        let errors = told["rows"].as_array().unwrap()[..10].iter().map(|r| r["output_error"].as_f64().unwrap());
+        assert!(errors.fold(0.0, f64::max) < 0.02, "eight bits follow the float outputs: {told}");
         let seen = json(&["inspect", text(&quantized), "--json"]);
         assert!(faults_of(&seen).is_empty(), "{seen}");
         let proof = std::fs::read_to_string(quantized.join("dsq-proof.json")).unwrap();

@@ -100,7 +100,9 @@ pub(super) fn plan(
     });
     let target = FolderTarget::new(&args.out, &written, Some(config));
     let aux: usize = ckpt.aux_files()?.iter().map(|(_, bytes)| bytes.len()).sum();
-    let disk = folder_bytes(&target, &outlines)? + aux as u64;
+    // A thousand names of classes are no small file.
+    let names = format!("{:#}", written.to_json()).len();
+    let disk = folder_bytes(&target, &outlines)? + (aux + names) as u64;
     // All weights as they were folded, as they ship, and what writing takes; the pictures.
     let [h, w] = model.preparation.size;
     let kept = 14.0 * weights + 4.0 * pictures * (h * w * model.channels) as f64;
