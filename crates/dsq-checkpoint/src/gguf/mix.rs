@@ -174,7 +174,6 @@ mod tests {
             experts: None,
             latent: None,
             biases: Default::default(),
-            biases: Default::default(),
             tie_word_embeddings: tied,
             bos_token_id: None,
             eos_token_ids: vec![],
