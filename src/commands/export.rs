@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, value_enum)]
     format: Format,
     /// Which GGUF file, by llama.cpp's names.
-    #[arg(long, value_name = "F16|Q8_0|Q4_0|Q4_1|Q4_K_M")]
+    #[arg(long, value_name = "F32|BF16|F16|Q8_0|Q4_0|Q4_1|Q4_K_M")]
     gguf_type: Option<GgufType>,
     /// Which version of GPTQ: v1, as AutoGPTQ reads (the default), or v2.
     #[arg(long, value_enum, value_name = "v1|v2")]
