@@ -42,8 +42,48 @@ enum Questions {
 }
 
 /// The `logits` of a proof: how far `exported` is from `source`, or why that was not measured.
-pub fn compare(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Value {
-    measure(source, exported, threads).unwrap_or_else(|why| json!({"not_measured": why}))
+///
+/// # Errors
+/// Files that cannot be read (4): what cannot be read back is no export.
+pub fn compare(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, CheckpointError> {
+    measure(source, exported, threads).or_else(|e| match e {
+        Why::Unread(e) => Err(e),
+        Why::Other(why) => {
+            // The export has the name of a temporary file yet, which is no part of what is the matter.
+            let name = exported.path().to_string_lossy();
+            Ok(json!({"not_measured": why.replace(&*name, "the export")}))
+        }
+    })
+}
+
+/// Why there are no logits.
+enum Why {
+    Unread(CheckpointError),
+    Other(String),
+}
+
+impl From<RuntimeError> for Why {
+    fn from(e: RuntimeError) -> Self {
+        match e {
+            RuntimeError::Checkpoint(e) if e.exit_code() == 4 => Self::Unread(e),
+            e => Self::Other(e.to_string()),
+        }
+    }
+}
+
+impl From<String> for Why {
+    fn from(why: String) -> Self {
+        Self::Other(why)
+    }
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unread(e) => e.fmt(f),
+            Self::Other(why) => f.write_str(why),
+        }
+    }
 }
 
 /// The numbers of a proof's `logits`, for `--json`.
@@ -79,10 +119,10 @@ pub fn bytes(source: &Checkpoint, threads: usize) -> u64 {
     streamed_bytes(source, threads) + logits
 }
 
-fn measure(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, String> {
+fn measure(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, Why> {
     let questions = Questions::of(source);
-    let reference = questions.ask(source, threads).map_err(|e| format!("the source: {e}"))?;
-    let logits = questions.ask(exported, threads).map_err(|e| format!("the export: {e}"))?;
+    let reference = questions.ask(source, threads)?;
+    let logits = questions.ask(exported, threads)?;
     let mut eval = TextEval::new();
     let (mut largest, mut apart) = (0.0f64, 0.0f64);
     for (i, (ours, theirs)) in logits.iter().zip(&reference).enumerate() {
@@ -116,15 +156,14 @@ impl Questions {
 
     /// The logits after every token of every prompt; of pictures, those of each, twice (one row more than is looked at, see
     /// [`TextEval::window`]).
-    fn ask(&self, model: &Checkpoint, threads: usize) -> Result<Vec<Vec<f32>>, String> {
-        let problem = |e: RuntimeError| e.to_string();
+    fn ask(&self, model: &Checkpoint, threads: usize) -> Result<Vec<Vec<f32>>, Why> {
         let count = match self {
             Self::Prompts(prompts) => {
                 let needed = bytes(model, threads);
                 if let Some(there) = available_memory().filter(|there| *there < needed) {
-                    return Err(format!("expected {needed} bytes of memory, got {there}"));
+                    return Err(format!("expected {needed} bytes of memory, got {there}").into());
                 }
-                return streamed_logits(model, prompts, threads).map_err(problem);
+                return Ok(streamed_logits(model, prompts, threads)?);
             }
             Self::Pictures(count) => *count,
         };
@@ -137,9 +176,10 @@ impl Questions {
                 let picture = c.image_size * c.image_size * c.in_channels;
                 CnnRuntime::load(model).and_then(|r| r.forward(&pictures(count, picture), count))
             }
-            ModelConfig::Llama(_) => return Err("expected an image model, got a language model".into()),
-        }
-        .map_err(problem)?;
+            ModelConfig::Llama(_) => {
+                return Err(Why::Other("expected an image model, got a language model".into()));
+            }
+        }?;
         Ok(logits.chunks((logits.len() / count.max(1)).max(1)).map(|row| row.repeat(2)).collect())
     }
 
@@ -223,7 +263,7 @@ pub fn verify(model: &Checkpoint, source: Option<&Checkpoint>, threads: usize) -
     let Some(source) = source else { return Ok(faults) };
     faults.extend(same_source(&file, &proof, source)?);
     if recorded.is_some_and(|(questions, _)| questions == Questions::of(source)) {
-        let now = compare(source, model, threads);
+        let now = compare(source, model, threads)?;
         for key in ["kl", "max_abs_difference"] {
             let (then, now) = (&proof["logits"][key], &now[key]);
             let near = |a: f64, b: f64| (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1e-3);
@@ -259,7 +299,7 @@ fn same_logits(model: &Checkpoint, questions: &Questions, last: &Last, threads: 
     if most > MOST {
         return Err(format!("expected at most {MOST} tokens in a prompt, got {most}"));
     }
-    let logits = questions.ask(model, threads)?;
+    let logits = questions.ask(model, threads).map_err(|e| e.to_string())?;
     if last.len() != logits.len() {
         return Err(format!("expected logits of {} questions, got {}", logits.len(), last.len()));
     }

@@ -14,6 +14,7 @@ mod learned_grid;
 mod learned_input;
 mod llama;
 mod lora;
+mod names;
 mod ops;
 mod range_observer;
 pub mod resnet;
@@ -25,11 +26,9 @@ pub use image::ImageModel;
 pub use latent::LatentAttention;
 pub use learned_grid::LearnedGrid;
 pub use learned_input::LearnedInput;
-pub use llama::{
-    Attention, Layer, Llama, SelfAttention, Sequences, Watch, enter, leave, next_token_labels, parameter_path,
-    tensor_name,
-};
+pub use llama::{Attention, Layer, Llama, SelfAttention, Sequences, Watch, next_token_labels};
 pub use lora::Lora;
+pub use names::{enter, leave, parameter_path, tensor_name};
 pub use ops::distill::Teacher;
 pub use ops::hidden::HiddenTarget;
 pub use range_observer::RangeObserver;

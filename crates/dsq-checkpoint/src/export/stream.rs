@@ -66,9 +66,10 @@ impl<'a> FolderTarget<'a> {
     }
 }
 
-/// What is to be said of the model in a folder that was written and re-read, by one who can run it: it goes into the proof.
+/// What is to be said of the model in a folder that was written and re-read, by one who can run it: it goes into the proof. An error
+/// ends the export.
 #[derive(Clone, Copy)]
-pub struct Judge<'a>(pub &'a (dyn Fn(&Checkpoint) -> serde_json::Value + Sync));
+pub struct Judge<'a>(pub &'a (dyn Fn(&Checkpoint) -> Result<serde_json::Value, CheckpointError> + Sync));
 
 impl std::fmt::Debug for Judge<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -416,7 +417,7 @@ impl<'a> Session<'a> {
             bytes,
             tensors,
             files: self.files.iter().map(|(n, b)| (n.clone(), hex_sha256(b))).collect(),
-            logits: self.target.judge.map(|judge| judge.0(&ckpt)),
+            logits: self.target.judge.map(|judge| judge.0(&ckpt)).transpose()?,
         })
     }
 

@@ -306,7 +306,7 @@ impl<'a> GgufExport<'a> {
             proof.files.insert(name, hash);
         }
         if let Some(judge) = self.judge {
-            proof.logits = Some(judge.0(&Checkpoint::open(writer.written()?)?));
+            proof.logits = Some(judge.0(&Checkpoint::open(writer.written()?)?)?);
         }
         let text = serde_json::to_vec_pretty(&proof)
             .map_err(|e| CheckpointError::io(&self.out, "write the proof", e.into()))?;
