@@ -407,10 +407,8 @@ mod tests {
             assert!((slope - f64::from(g)).abs() < 1e-9, "{x}: slope {slope}, gradient {g}");
         }
         let short = Tensor::<2>::zeros([2, 48], &device);
-        let e = fake_quant_gguf(short.clone(), GgufGrid::Q8_0).unwrap_err();
+        let e = fake_quant_gguf(short, GgufGrid::Q8_0).unwrap_err();
         assert_eq!(e, QuantError::GroupNotDividing { k: 48, group_size: 32 });
-        let e = fake_quant_gguf(Tensor::<2>::zeros([2, 256], &device), GgufGrid::Q5K).unwrap_err();
-        assert!(matches!(&e, QuantError::Setting { got, .. } if got == "Q5_K"), "{e}");
     }
 
     /// A layer that is trained on a grid comes nearer to its target than its start rounded to the grid.
