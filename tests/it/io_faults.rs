@@ -154,20 +154,7 @@ impl Job {
     fn fail(&self, calls: &str, error: &str, n: usize) -> bool {
         let (code, hit, case) = disturbed(self.dir.path(), &self.args, calls, error, n);
         let now = self.now();
-        for (i, state) in now.iter().enumerate() {
-            // The second is the proof of the first, which may be lost.
-            let lost = i == 1 && state.is_none() && code == Some(4);
-            assert!(
-                lost || *state == self.old[i] || *state == self.new[i],
-                "neither the old nor the new output: {case}"
-            );
-        }
-        if let ([file, proof], [_, old]) = (now.as_slice(), self.old.as_slice()) {
-            assert!(
-                proof.is_none() || (proof == old) == (*file == self.old[0]),
-                "a file beside the other's proof: {case}"
-            );
-        }
+        self.check(&now, code == Some(4), &case);
         match code {
             Some(0) => assert_eq!(now, self.new, "code 0 without the output: {case}"),
             // 127 is the loader, which opens and reads the program's libraries first; 3 is an input that cannot be read.
@@ -176,6 +163,24 @@ impl Job {
         }
         self.restore();
         hit
+    }
+
+    /// Every output is the old one or the new one, and a file lies beside its own proof. `stopped` on the way: the proof, which is the
+    /// second output, may be lost.
+    fn check(&self, now: &[Tree], stopped: bool, case: &str) {
+        for (i, state) in now.iter().enumerate() {
+            let lost = i == 1 && state.is_none() && stopped;
+            assert!(
+                lost || *state == self.old[i] || *state == self.new[i],
+                "neither the old nor the new output: {case}"
+            );
+        }
+        if let ([file, proof], [_, old]) = (now, self.old.as_slice()) {
+            assert!(
+                proof.is_none() || (proof == old) == (*file == self.old[0]),
+                "a file beside the other's proof: {case}"
+            );
+        }
     }
 
     fn sweep(&self) {
@@ -219,10 +224,7 @@ impl Job {
             let _ = child.kill();
             let ended = child.wait().unwrap();
             let now = self.now();
-            for (i, state) in now.iter().enumerate() {
-                let whole = *state == self.old[i] || *state == self.new[i];
-                assert!(whole, "neither the old nor the new output: {:?}, kill {round}", self.args);
-            }
+            self.check(&now, ended.code().is_none(), &format!("{:?}, kill {round}", self.args));
             assert_eq!(self.inputs(), inputs, "something else has a final name: {:?}, kill {round}", self.args);
             met += usize::from(ended.code().is_none() && now != self.new);
             self.restore();

@@ -115,7 +115,7 @@ fn memory_follows_the_largest_tensor_and_not_the_model() {
         ],
     ];
     // The program itself, and what the plan says it needs at most.
-    let base = peak(&["doctor"]);
+    let base = (0..100).map(|_| peak(&["doctor"])).find(|p| *p > 0).expect("a process that was seen");
     for args in runs {
         let most = peak(args);
         assert!(most < base + 48_000_000, "{args:?}: {most} bytes, {base} without work");

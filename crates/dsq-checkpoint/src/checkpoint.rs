@@ -469,7 +469,7 @@ impl Checkpoint {
             let info = self.info(&name).ok_or_else(|| self.missing(&name))?;
             let float = self.dtype(&name).is_some_and(|d| d.float().is_some());
             let wanted = e.dtype.map_or("F32, F16 or BF16", Dtype::name);
-            if info.shape != e.shape || e.dtype.map_or(!float, |d| d.name() != info.dtype) {
+            if !e.fits(&info.shape) || e.dtype.map_or(!float, |d| d.name() != info.dtype) {
                 let problem = format!("expected {wanted} {:?}, got {} {:?}", e.shape, info.dtype, info.shape);
                 return Err(self.invalid(&name, problem));
             }

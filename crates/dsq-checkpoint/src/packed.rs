@@ -77,6 +77,15 @@ pub(crate) struct Expected {
     /// Its dtype; `None`: F32, F16 or BF16.
     pub dtype: Option<Dtype>,
     pub shape: Vec<usize>,
+    /// Another shape that is read: that of words before 2026.
+    pub before: Option<Vec<usize>>,
+}
+
+impl Expected {
+    /// Whether a tensor of this shape can be read.
+    pub(crate) fn fits(&self, shape: &[usize]) -> bool {
+        shape == self.shape || self.before.as_deref() == Some(shape)
+    }
 }
 
 /// Every part of a module's name that a quantized weight may have on the disk, in any format.
@@ -102,7 +111,7 @@ pub(crate) fn expected_tensors(
     k: usize,
     rank: usize,
 ) -> Vec<Expected> {
-    let one = |suffix, dtype, shape: &[usize]| Expected { suffix, dtype, shape: shape.to_vec() };
+    let one = |suffix, dtype, shape: &[usize]| Expected { suffix, dtype, shape: shape.to_vec(), before: None };
     let scale = stored_scale_shape(args, n, k);
     match format {
         Some(DiskFormat::IntQuantized) => {
@@ -113,15 +122,17 @@ pub(crate) fn expected_tensors(
             out
         }
         Some(DiskFormat::PackQuantized) => {
-            let words = packed_words(k, args.qtype.bits());
+            let bits = args.qtype.bits();
+            let codes = one("weight_packed", Some(Dtype::I32), &[n, packed_words(k, bits)]);
             let mut out = vec![
-                one("weight_packed", Some(Dtype::I32), &[n, words]),
+                Expected { before: Some(vec![n, words_before(k, bits)]), ..codes },
                 one("weight_scale", None, &scale),
                 one("weight_shape", Some(Dtype::I64), &[rank]),
             ];
             if args.mapping == Mapping::Asymmetric {
                 let (dtype, shape) = stored_zero_shape(args, n, k);
-                out.push(one("weight_zero_point", Some(dtype), &shape));
+                let before = (dtype == Dtype::I32).then(|| vec![words_before(n, bits), shape[1]]);
+                out.push(Expected { before, ..one("weight_zero_point", Some(dtype), &shape) });
             }
             out
         }
@@ -182,7 +193,7 @@ pub(crate) fn pack(
 }
 
 fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> TensorData {
-    let Expected { suffix, dtype, shape } = e;
+    let Expected { suffix, dtype, shape, .. } = e;
     let bytes = |codes: &[i8]| codes.iter().map(|&c| c as u8).collect::<Vec<u8>>();
     match (suffix, dtype) {
         ("weight", Some(Dtype::I8)) => TensorData::I8 { shape, data: matrix.codes.clone() },
@@ -219,12 +230,27 @@ pub(crate) fn unpack_codes(format: Option<DiskFormat>, args: &QuantArgs, n: usiz
             let words: Vec<i32> = bytes.as_chunks::<4>().0.iter().map(|&b| i32::from_le_bytes(b)).collect();
             let bits = args.qtype.bits();
             let mut codes = Vec::with_capacity(n * k);
-            for row in words.chunks(packed_words(k, bits).max(1)) {
-                codes.extend(unpack_i32(row, bits, k));
-            }
+            let per_row = (words.len() / n.max(1)).max(1);
+            words.chunks(per_row).for_each(|row| codes.extend(row_codes(row, bits, k)));
             codes
         }
     }
+}
+
+/// Words of a row of `len` codes as compressed-tensors wrote them before 2026, under the same format name: only whole codes lie in a
+/// word, ten of 3 bits. Of the other widths both ways are one.
+fn words_before(len: usize, bits: usize) -> usize {
+    len.div_ceil(32 / bits)
+}
+
+/// The `len` codes of a row in the words of today, or, where their number says so, in those of before. Some lengths below 160 take as
+/// many words in both ways, none of them a multiple of 32; then those of today are meant.
+fn row_codes(words: &[i32], bits: usize, len: usize) -> Vec<i8> {
+    if words.len() == packed_words(len, bits) {
+        return unpack_i32(words, bits, len);
+    }
+    let whole = 32 / bits;
+    words.iter().enumerate().flat_map(|(i, w)| unpack_i32(&[*w], bits, whole.min(len - i * whole))).collect()
 }
 
 /// Scales out of the bytes of `weight_scale`, of MX groups too.
@@ -293,7 +319,7 @@ pub(crate) fn unpack(
             let mut out = vec![0i8; n * groups];
             for g in 0..groups {
                 let column: Vec<i32> = words.iter().skip(g).step_by(groups).copied().collect();
-                for (r, z) in unpack_i32(&column, bits, n).into_iter().enumerate() {
+                for (r, z) in row_codes(&column, bits, n).into_iter().enumerate() {
                     out[r * groups + g] = z;
                 }
             }
@@ -463,5 +489,48 @@ mod tests {
         let stored = StoredZeros::Packed(data.clone());
         let back = unpack(Path::new("f"), "m", args, [10, 8], codes, q.scales.clone(), &stored, None).unwrap();
         assert_eq!(back, q);
+    }
+
+    #[test]
+    fn c024_three_bits_of_before_2026_are_read_ten_to_a_word() {
+        // The case's word: codes 0 to 7 are -4 to 3.
+        let codes: Vec<i8> = [7, 0, 1, 2, 3, 4, 5, 6, 7, 1].map(|c| c - 4).to_vec();
+        assert_eq!(row_codes(&[0x0fd6_3447], 3, 10), codes);
+        assert_eq!((words_before(32, 3), packed_words(32, 3)), (4, 3));
+        let before = |codes: &[i8]| -> Vec<i32> { codes.chunks(10).map(|run| pack_i32(run, 3)[0]).collect() };
+        let args = QuantArgs {
+            qtype: QuantType::Int3,
+            mapping: Mapping::Asymmetric,
+            ..QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32)
+        };
+        let (n, k) = (64, 64);
+        let w: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.61).sin() + 0.3).collect();
+        let q = QuantizedMatrix::quantize(&w, n, k, args).unwrap();
+        let bytes: Vec<u8> = q.codes.chunks(k).flat_map(before).flat_map(i32::to_le_bytes).collect();
+        let format = DiskFormat::of(&args, None);
+        assert_eq!(unpack_codes(format, &args, n, k, &bytes), q.codes);
+        let columns: Vec<Vec<i32>> =
+            (0..2).map(|g| before(&q.zeros.iter().skip(g).step_by(2).copied().collect::<Vec<_>>())).collect();
+        let words = (0..words_before(n, 3)).flat_map(|r| columns.iter().map(move |c| c[r])).collect();
+        let back = unpack(
+            Path::new("f"),
+            "m",
+            args,
+            [n, k],
+            q.codes.clone(),
+            q.scales.clone(),
+            &StoredZeros::Packed(words),
+            None,
+        );
+        assert_eq!(back.unwrap(), q);
+        let expected = expected_tensors(format, &args, n, k, 2);
+        let fits = |suffix, shape: &[usize]| expected.iter().find(|e| e.suffix == suffix).unwrap().fits(shape);
+        assert!(fits("weight_packed", &[n, 6]) && fits("weight_packed", &[n, 7]) && !fits("weight_packed", &[n, 8]));
+        assert!(fits("weight_zero_point", &[7, 2]) && fits("weight_zero_point", &[6, 2]));
+        assert!(!fits("weight_zero_point", &[5, 2]));
+        assert!((1..100).all(|i| words_before(32 * i, 3) != packed_words(32 * i, 3)));
+        assert!((160..4000).all(|len| words_before(len, 3) != packed_words(len, 3)));
+        // Widths of which whole codes fill a word were never written another way.
+        assert!((1..200).all(|len| [2, 4, 8].iter().all(|&b| words_before(len, b) == packed_words(len, b))));
     }
 }

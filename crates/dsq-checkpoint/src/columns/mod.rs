@@ -74,7 +74,7 @@ const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 /// The tensors of an `[n, k]` weight, `g_idx` last.
 pub(crate) fn expected(format: FolderFormat, args: &QuantArgs, n: usize, k: usize) -> Vec<Expected> {
-    let one = |suffix, dtype, shape: [usize; 2]| Expected { suffix, dtype, shape: shape.to_vec() };
+    let one = |suffix, dtype, shape: [usize; 2]| Expected { suffix, dtype, shape: shape.to_vec(), before: None };
     let groups = args.scale_shape(n, k).map_or(0, |[_, groups]| groups);
     let bits = args.qtype.bits();
     let codes = match format {
@@ -87,7 +87,7 @@ pub(crate) fn expected(format: FolderFormat, args: &QuantArgs, n: usize, k: usiz
         one("scales", None, [groups, n]),
     ];
     if format.is_gptq() {
-        out.push(Expected { suffix: "g_idx", dtype: Some(Dtype::I32), shape: vec![k] });
+        out.push(Expected { suffix: "g_idx", dtype: Some(Dtype::I32), shape: vec![k], before: None });
     }
     out
 }
