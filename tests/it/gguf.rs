@@ -50,6 +50,28 @@ fn a_file_runs_as_its_dequantized_weights_do() {
     }
 }
 
+/// Rows that no block divides get another type, which is printed and counted, or the file is refused.
+#[test]
+fn c031_rows_that_blocks_do_not_divide_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (dir.path().join("m"), dir.path().join("m.gguf"));
+    crate::size::llama(&model, 2, 192, 172, false);
+    // 192 is no multiple of 256: Q5_0 for Q4_K, Q8_0 for Q6_K. 172 is none of 32: F16.
+    let seen = gguf(&model, &out, "Q4_K_M", &[]);
+    assert!(["Q5_0 ", "Q8_0 ", "F16 "].iter().all(|ty| seen.contains(ty)) && !seen.contains("Q4_K "), "{seen}");
+    let shown: Value =
+        serde_json::from_str(&String::from_utf8(dsq(&["inspect", text(&out), "--json"]).stdout).unwrap()).unwrap();
+    let down = shown["rows"].as_array().unwrap().iter().find(|r| r["name"] == "model.layers.0.mlp.down_proj.weight");
+    assert_eq!(down.unwrap()["type"], "F16");
+    assert!(seen.contains(&format!("{:.4} bits per weight", shown["bits_per_weight"].as_f64().unwrap())), "{seen}");
+    for ty in ["Q4_0", "Q8_0"] {
+        let to = dir.path().join(ty);
+        let args = ["export", text(&model), "--out", text(&to), "--format", "gguf", "--gguf-type", ty];
+        fails(&args, 2, &["down_proj", "172", "32"]);
+        assert!(!to.exists());
+    }
+}
+
 /// The runtime computes from a file, bit for bit, what it computes from the folder that it was made of.
 #[test]
 fn a_file_of_any_architecture_runs_as_its_folder_does() {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Writes the folder of a Llama in bf16. `sparse`: the weights are zeros that take no room on the disk.
-fn llama(dir: &Path, layers: usize, d: usize, ffn: usize, sparse: bool) {
+pub(crate) fn llama(dir: &Path, layers: usize, d: usize, ffn: usize, sparse: bool) {
     std::fs::create_dir_all(dir).unwrap();
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": d, "intermediate_size": ffn,
