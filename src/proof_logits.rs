@@ -308,7 +308,8 @@ fn same_logits(model: &Checkpoint, questions: &Questions, last: &Last, threads: 
         let largest = row.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs()));
         for &(id, then) in last {
             let now = row.get(id).map_or(f64::NAN, |&x| f64::from(x));
-            if !((now - then).abs() <= SAME * largest) {
+            let near = (now - then).abs() <= SAME * largest;
+            if !near {
                 return Err(format!("question {i}: logit {id}: expected {then}, got {now}"));
             }
         }
