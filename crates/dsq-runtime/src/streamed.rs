@@ -80,8 +80,8 @@ pub fn streamed_logits(
 /// one matrix in f32 for each thread, or the embedding and the head.
 pub fn streamed_bytes(model: &Checkpoint, threads: usize) -> u64 {
     let values = |shape: &[usize]| shape.iter().map(|&d| d as u64).product::<u64>();
-    let linears = model.config().linears();
-    let largest = linears.iter().map(|l| values(&l.shape)).max().unwrap_or(0);
+    let linears = model.config().linears().into_iter().filter(|l| l.module.starts_with("model.layers."));
+    let largest = linears.map(|l| values(&l.shape)).max().unwrap_or(0);
     let layer = layer_bytes(model);
     let together = (TOGETHER / layer.max(1)).clamp(1, threads.max(1) as u64);
     let info = |name: &str| model.info(name).map_or(0, |i| 4 * values(&i.shape));

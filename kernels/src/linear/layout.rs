@@ -106,19 +106,17 @@ impl Panels {
     pub(crate) fn pack_codes(q: &QuantizedMatrix) -> Result<Self, QuantError> {
         q.validate()?;
         let mut p = Self::empty(q.n, q.k, Storage::Code(q.args.qtype), q.group_len());
-        for row in 0..q.n {
-            let codes = &q.codes[row * q.k..(row + 1) * q.k];
-            for i in 0..p.segments.len() {
-                let s = p.segments[i];
-                for (j, &code) in codes[s.at..s.at + s.len].iter().enumerate() {
-                    let at = p.value_at(row, s, j);
-                    p.weights.as_mut_slice()[at] |= match q.args.qtype {
-                        QuantType::Int8 | QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => code as u8,
-                        QuantType::Fp4E2M1 => (code as u8) << (4 * (j % 2)),
-                        QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => ((code + 8) as u8) << (4 * (j % 2)),
-                    };
-                }
+        let nibbles = |offset: u8| {
+            move |out: &mut [u8], lane: usize, j: usize, code: i8| {
+                out[lane * 4 + j / 2] |= (code as u8).wrapping_add(offset) << (4 * (j % 2));
             }
+        };
+        match q.args.qtype {
+            QuantType::Int8 | QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => {
+                p.fill(&q.codes, |out, lane, j, code| out[j * BLOCK + lane] = code as u8);
+            }
+            QuantType::Fp4E2M1 => p.fill(&q.codes, nibbles(0)),
+            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => p.fill(&q.codes, nibbles(8)),
         }
         let (dtype, blocks) = (q.args.scale_dtype, q.n.div_ceil(BLOCK));
         let width = dtype.bits() / 8;
@@ -149,16 +147,34 @@ impl Panels {
             return Err(QuantError::Setting { field: "dtype", expected, got: dtype.to_string() });
         }
         let mut p = Self::empty(n, k, Storage::Float(dtype), k);
-        for row in 0..n {
-            for i in 0..p.segments.len() {
-                let s = p.segments[i];
-                for j in 0..s.len {
-                    let at = p.value_at(row, s, j);
-                    put_float(&mut p.weights, at, w[row * k + s.at + j], dtype);
+        fn put<const N: usize>(out: &mut [u8], lane: usize, j: usize, bytes: [u8; N]) {
+            out[(j * BLOCK + lane) * N..][..N].copy_from_slice(&bytes);
+        }
+        match dtype {
+            FloatType::F16 => p.fill(w, |out, lane, j, x| put(out, lane, j, f16::from_f32(x).to_le_bytes())),
+            FloatType::Bf16 => p.fill(w, |out, lane, j, x| put(out, lane, j, bf16::from_f32(x).to_le_bytes())),
+            _ => p.fill(w, |out, lane, j, x: f32| put(out, lane, j, x.to_le_bytes())),
+        }
+        Ok(p)
+    }
+
+    /// Puts the values `[n, k]`, octet by octet, so that what is written lies together: `put(octet, lane, j, value)` writes value `j`
+    /// of row `lane` of a block into the octet's bytes.
+    fn fill<T: Copy>(&mut self, values: &[T], put: impl Fn(&mut [u8], usize, usize, T)) {
+        let octet_bytes = OCTET * BLOCK * self.storage.bits() / 8;
+        let weights = self.weights.as_mut_slice();
+        for (block, rows) in values.chunks((BLOCK * self.k).max(1)).enumerate() {
+            for s in &self.segments {
+                for (i, start) in (0..s.len).step_by(OCTET).enumerate() {
+                    let octet = &mut weights[block * self.block_bytes + (s.octet + i) * octet_bytes..][..octet_bytes];
+                    for (lane, row) in rows.chunks(self.k).enumerate() {
+                        for (j, &x) in row[s.at + start..s.at + s.len].iter().take(OCTET).enumerate() {
+                            put(octet, lane, j, x);
+                        }
+                    }
                 }
             }
         }
-        Ok(p)
     }
 
     /// The first byte of value `j` of segment `s` of `row` (of its nibble pair for INT4).
