@@ -114,11 +114,10 @@ fn memory_follows_the_largest_tensor_and_not_the_model() {
             "2",
         ],
     ];
-    // The program itself, and what the plan says it needs at most.
-    let base = (0..100).map(|_| peak(&["doctor"])).find(|p| *p > 0).expect("a process that was seen");
     for args in runs {
         let most = peak(args);
-        assert!(most < base + 48_000_000, "{args:?}: {most} bytes, {base} without work");
+        // The program itself has 10 MB. Less than all codes, and than half of the model.
+        assert!(most < 60_000_000, "{args:?}: {most} bytes");
         let again = [args, &["--overwrite", "--plan", "--json"]].concat();
         let plan: Value = serde_json::from_str(&works(&again)).unwrap();
         let said = plan["plan"]["memory_bytes"].as_u64().unwrap();
