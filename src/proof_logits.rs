@@ -4,7 +4,7 @@
 use crate::plan::available_memory;
 use crate::{error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, Fault, LlamaConfig, ModelConfig, PROOF_FILE, Proof, Severity, printable,
+    Checkpoint, CheckpointError, Fault, LlamaConfig, ModelConfig, PROOF_FILE, Proof, Severity, SourceRecord, printable,
 };
 use dsq_eval::TextEval;
 use dsq_runtime::{CnnRuntime, ImageRuntime, RuntimeError, Specials, TextTokenizer, streamed_bytes, streamed_logits};
@@ -46,7 +46,7 @@ enum Questions {
 /// # Errors
 /// Files that cannot be read (4): what cannot be read back is no export.
 pub fn compare(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, CheckpointError> {
-    measure(source, exported, threads).or_else(|e| match e {
+    measure(&Questions::of(source), source, exported, threads).or_else(|e| match e {
         Why::Unread(e) => Err(e),
         Why::Other(why) => {
             // The export has the name of a temporary file yet, which is no part of what is the matter.
@@ -119,8 +119,7 @@ pub fn bytes(source: &Checkpoint, threads: usize) -> u64 {
     streamed_bytes(source, threads) + logits
 }
 
-fn measure(source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, Why> {
-    let questions = Questions::of(source);
+fn measure(questions: &Questions, source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, Why> {
     let reference = questions.ask(source, threads)?;
     let logits = questions.ask(exported, threads)?;
     let mut eval = TextEval::new();
@@ -232,108 +231,167 @@ fn pictures(count: usize, values: usize) -> Vec<f32> {
     (0..count).flat_map(one).collect()
 }
 
-/// Checks a model against the logits in its proof, and the proof against `source`: `dsq inspect --verify`.
+/// Checks a model against the logits in its proof, and the proof against `source`: `dsq inspect --verify`. What plain `dsq inspect`
+/// compares with the proof (every tensor and file by its hash) is not done again.
 ///
 /// # Errors
-/// What reading the source gives.
+/// What reading the models gives.
 pub fn verify(model: &Checkpoint, source: Option<&Checkpoint>, threads: usize) -> Result<Vec<Fault>, CliError> {
     let file = model.proof_file();
     let fault = |severity, field: &str, problem: String| Fault::new(severity, &file, field, problem);
-    let proof = match std::fs::read(&file).ok().map(|b| serde_json::from_slice::<Value>(&b)) {
-        Some(Ok(proof)) => proof,
-        Some(Err(e)) => return Ok(vec![fault(Severity::Error, "", format!("expected a proof, got no JSON: {e}"))]),
-        None => {
-            let problem = format!("--verify: expected the proof of an export ({PROOF_FILE}), got no such file");
-            return Ok(vec![fault(Severity::Error, "", problem)]);
-        }
+    let Some(proof) = model.proof()? else {
+        let problem = format!("--verify: expected the proof of an export ({PROOF_FILE}), got no such file");
+        return Ok(vec![fault(Severity::Error, "", problem)]);
     };
     let mut faults = Vec::new();
-    let recorded = match recorded(&proof) {
-        Ok(recorded) => Some(recorded),
-        Err(why) => {
-            faults.push(fault(Severity::Note, "logits", why));
+    let recorded = match Recorded::read(&proof) {
+        Ok(recorded) => recorded,
+        Err(problem) => {
+            faults.push(fault(Severity::Error, "logits", problem));
             None
         }
     };
-    if let Some((questions, last)) = &recorded
-        && let Err(problem) = same_logits(model, questions, last, threads)
+    if let Some(why) = proof["logits"]["not_measured"].as_str() {
+        faults.push(fault(
+            Severity::Note,
+            "logits",
+            format!("not measured when the proof was written: {}", printable(why)),
+        ));
+    }
+    if let Some(recorded) = &recorded
+        && let Err(problem) = recorded.same_logits(model, threads)
     {
         faults.push(fault(Severity::Error, "logits", problem));
     }
     let Some(source) = source else { return Ok(faults) };
-    faults.extend(same_source(&file, &proof, source)?);
-    if recorded.is_some_and(|(questions, _)| questions == Questions::of(source)) {
-        let now = compare(source, model, threads)?;
-        for key in ["kl", "max_abs_difference"] {
-            let (then, now) = (&proof["logits"][key], &now[key]);
-            let near = |a: f64, b: f64| (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1e-3);
-            if !then.as_f64().zip(now.as_f64()).is_some_and(|(a, b)| near(a, b)) {
-                let problem = format!("against the source: expected {then}, got {now}");
-                faults.push(fault(Severity::Error, &format!("logits.{key}"), problem));
+    faults.extend(same_source(&file, &proof, model, source)?);
+    let Some(recorded) = recorded else { return Ok(faults) };
+    match measure(&recorded.questions, source, model, threads) {
+        Err(Why::Unread(e)) => return Err(e.into()),
+        Err(Why::Other(why)) => faults.push(fault(Severity::Error, "logits", format!("against the source: {why}"))),
+        Ok(now) => {
+            for key in ["kl", "top1_agreement", "max_abs_difference"] {
+                let (then, now) = (&proof["logits"][key], &now[key]);
+                let near = |a: f64, b: f64| (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1e-3);
+                if !then.as_f64().zip(now.as_f64()).is_some_and(|(a, b)| near(a, b)) {
+                    let problem = format!("against the source: expected {then}, got {now}");
+                    faults.push(fault(Severity::Error, &format!("logits.{key}"), problem));
+                }
             }
         }
     }
     Ok(faults)
 }
 
-type Last = Vec<Vec<(usize, f64)>>;
-
-/// Questions and last logits of a proof, or why it has none.
-fn recorded(proof: &Value) -> Result<(Questions, Last), String> {
-    let logits = &proof["logits"];
-    if let Some(why) = logits["not_measured"].as_str() {
-        return Err(format!("not measured when it was written: {why}"));
-    }
-    let read = || -> Result<(Questions, Last), serde_json::Error> {
-        Ok((serde_json::from_value(logits["questions"].clone())?, serde_json::from_value(logits["last"].clone())?))
-    };
-    read().map_err(|_| "the proof holds none".into())
+/// What a proof says of logits. A proof is a file like any other: what it asks for has bounds.
+struct Recorded {
+    questions: Questions,
+    /// Of each question the first choices, `[[id, logit], ...]`.
+    last: Vec<Vec<(usize, f64)>>,
 }
 
-fn same_logits(model: &Checkpoint, questions: &Questions, last: &Last, threads: usize) -> Result<(), String> {
-    let most = match questions {
-        Questions::Prompts(prompts) => prompts.iter().map(Vec::len).max().unwrap_or(0),
-        Questions::Pictures(count) => *count,
-    };
-    // A proof is a file like any other.
-    if most > MOST {
-        return Err(format!("expected at most {MOST} tokens in a prompt, got {most}"));
+impl Recorded {
+    /// `None`: they were not measured, or the proof is older than they are.
+    fn read(proof: &Value) -> Result<Option<Self>, String> {
+        let logits = match proof.get("logits") {
+            None => return Ok(None),
+            Some(logits) if logits.get("not_measured").is_some_and(Value::is_string) => return Ok(None),
+            Some(logits) => logits,
+        };
+        let part = |key: &str| logits.get(key).cloned().unwrap_or_default();
+        let wrong = |e: serde_json::Error| format!("expected questions and the first logits of each, got others: {e}");
+        let questions: Questions = serde_json::from_value(part("questions")).map_err(wrong)?;
+        let last: Vec<Vec<(usize, f64)>> = serde_json::from_value(part("last")).map_err(wrong)?;
+        let sizes = match &questions {
+            Questions::Prompts(prompts) => prompts.iter().map(Vec::len).collect(),
+            Questions::Pictures(count) => vec![2; (*count).min(1000)],
+        };
+        if sizes.len() != TEXTS.len() || sizes.iter().any(|n| !(2..=MOST).contains(n)) {
+            let expected = format!("expected {} questions of 2 to {MOST} tokens", TEXTS.len());
+            return Err(format!("{expected}, got {} of {:?}", sizes.len(), &sizes[..sizes.len().min(8)]));
+        }
+        if last.len() != sizes.len() || last.iter().any(|l| l.is_empty() || l.len() > TOP) {
+            let got: Vec<usize> = last.iter().map(Vec::len).take(8).collect();
+            return Err(format!("last: expected 1 to {TOP} logits of each of {} questions, got {got:?}", sizes.len()));
+        }
+        Ok(Some(Self { questions, last }))
     }
-    let logits = questions.ask(model, threads).map_err(|e| e.to_string())?;
-    if last.len() != logits.len() {
-        return Err(format!("expected logits of {} questions, got {}", logits.len(), last.len()));
-    }
-    for (i, (logits, last)) in logits.iter().zip(last).enumerate() {
-        let row = questions.last(i, logits);
-        let largest = row.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs()));
-        for &(id, then) in last {
-            let now = row.get(id).map_or(f64::NAN, |&x| f64::from(x));
-            let near = (now - then).abs() <= SAME * largest;
-            if !near {
-                return Err(format!("question {i}: logit {id}: expected {then}, got {now}"));
+
+    fn same_logits(&self, model: &Checkpoint, threads: usize) -> Result<(), String> {
+        let logits = self.questions.ask(model, threads).map_err(|e| e.to_string())?;
+        for (i, (logits, last)) in logits.iter().zip(&self.last).enumerate() {
+            let row = self.questions.last(i, logits);
+            let largest = row.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs()));
+            for &(id, then) in last {
+                let now = row.get(id).map_or(f64::NAN, |&x| f64::from(x));
+                let near = (now - then).abs() <= SAME * largest;
+                if !near {
+                    return Err(format!("question {i}: logit {id}: expected {then}, got {now}"));
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
 }
 
-/// Whether every tensor that the proof hashed is in the source as it was.
-fn same_source(file: &Path, proof: &Value, source: &Checkpoint) -> Result<Vec<Fault>, CliError> {
+/// Whether every tensor that the proof hashed is in the source as it was, and as far from the model's as the proof says.
+fn same_source(file: &Path, proof: &Value, model: &Checkpoint, source: &Checkpoint) -> Result<Vec<Fault>, CliError> {
     let mut faults = Vec::new();
+    let mut tell = |name: &str, problem: String| faults.push(Fault::new(Severity::Error, file, name, problem));
     for tensor in proof["tensors"].as_array().into_iter().flatten() {
-        let (Some(name), Some(hash)) = (tensor["name"].as_str(), tensor["source"]["sha256"].as_str()) else { continue };
-        // What was stored as floats of another dtype was hashed as f32.
-        let as_f32 = tensor["source"]["dtype"] == "F32" && source.info(name).is_none_or(|i| i.dtype != "F32");
-        let got = match if as_f32 { source.sha256_as_f32(name) } else { source.sha256(name) } {
+        let Some(name) = tensor["name"].as_str() else { continue };
+        let record = &tensor["source"];
+        // What was copied has the hash of what is stored.
+        let copied = tensor["stored"][name].as_str().filter(|_| tensor["became"] == "copied");
+        let Some(hash) = record["sha256"].as_str().or(copied) else { continue };
+        // The head of a tied model that got codes of its own.
+        let tied = name == "lm_head.weight" && source.info(name).is_none() && !source.is_quantized("lm_head");
+        let from = if tied { "model.embed_tokens.weight" } else { name };
+        let as_stored = match source.sha256(from) {
             Ok(got) => got,
             // A matrix in codes has no one tensor.
-            Err(CheckpointError::Invalid(_)) => continue,
+            Err(CheckpointError::Invalid(_)) => String::new(),
             Err(e) => return Err(e.into()),
         };
-        if got != hash {
-            let problem = format!("the source has other values: expected SHA-256 {hash}, got {got}");
-            faults.push(Fault::new(Severity::Error, file, name, problem));
+        if hash == as_stored && record.is_null() {
+            continue;
+        }
+        let Some(values) = values_of(source, from)? else {
+            tell(name, "expected this tensor in the source, got none".into());
+            continue;
+        };
+        let (as_values, _) = SourceRecord::stored_codes(&values);
+        if hash != as_stored && hash != as_values {
+            tell(
+                name,
+                format!("the source has other values: expected SHA-256 {hash}, got {as_values} (of f32 values)"),
+            );
+            continue;
+        }
+        // Of what was rescaled or folded the values are not those of the source.
+        let comparable = record["rescaled"].is_null() && matches!(model.config(), ModelConfig::Llama(_));
+        let (Some(then), true) = (record["max_abs_error"].as_f64(), comparable) else { continue };
+        let Some(ours) = values_of(model, name)?.filter(|v| v.len() == values.len()) else { continue };
+        let now = SourceRecord::with_values(String::new(), String::new(), &values, &ours);
+        let near = |a: f64, b: f64| (a - b).abs() <= 1e-6 * a.abs().max(b.abs());
+        if !near(then, now.max_abs_error)
+            || !near(record["relative_error"].as_f64().unwrap_or(f64::NAN), now.relative_error)
+        {
+            let then = format!("{then:e} and {}", record["relative_error"]);
+            let now = format!("{:e} and {:e}", now.max_abs_error, now.relative_error);
+            tell(name, format!("max_abs_error, relative_error: expected {then}, got {now}"));
         }
     }
     Ok(faults)
+}
+
+/// The values of a tensor, of codes those that they stand for; `None` where there is none.
+fn values_of(model: &Checkpoint, name: &str) -> Result<Option<Vec<f32>>, CliError> {
+    if let Some(module) = name.strip_suffix(".weight").filter(|m| model.is_quantized(m)) {
+        return Ok(Some(model.linear(module)?.into_f32()));
+    }
+    if model.info(name).is_none() {
+        return Ok(None);
+    }
+    Ok(Some(model.read_f32(name)?))
 }

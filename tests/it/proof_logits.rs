@@ -45,6 +45,56 @@ fn a_proof_holds_logits_that_can_be_measured_again() {
     }
 }
 
+/// The same weights under another config, an image model, a source of codes under the name `weight`.
+#[test]
+fn sources_are_compared_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let (source, q) = (golden("llama_tiny"), at("q"));
+    works(&["quantize", text(&source), "--out", text(&q), "--group-size", "16"]);
+    let other = at("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::copy(source.join("model.safetensors"), other.join("model.safetensors")).unwrap();
+    let mut config: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
+    config["rms_norm_eps"] = json!(0.01);
+    std::fs::write(other.join("config.json"), config.to_string()).unwrap();
+    let (code, fields) = verify(&q, &["--source", text(&other)]);
+    assert!(code == Some(1) && fields.contains(&"logits.kl".to_owned()), "{fields:?}");
+    // It has none of the tensors, and no prompt can be put to it.
+    let (code, fields) = verify(&q, &["--source", text(&golden("image/resnet_basic"))]);
+    assert!(code == Some(1) && fields.len() > 10 && fields.contains(&"logits".to_owned()), "{fields:?}");
+    for scheme in ["W8A8", "FP8_DYNAMIC"] {
+        let (codes, again, floats) = (at(scheme), at("again"), at("floats"));
+        works(&["quantize", text(&source), "--out", text(&codes), "--scheme", scheme]);
+        assert_eq!(verify(&codes, &["--source", text(&source)]), (Some(0), vec![]), "{scheme}");
+        works(&["quantize", text(&codes), "--out", text(&again), "--group-size", "16", "--requantize", "--overwrite"]);
+        assert_eq!(verify(&again, &["--source", text(&codes)]), (Some(0), vec![]), "{scheme}");
+        works(&[
+            "export",
+            text(&codes),
+            "--out",
+            text(&floats),
+            "--format",
+            "safetensors",
+            "--dtype",
+            "f16",
+            "--overwrite",
+        ]);
+        assert_eq!(verify(&floats, &["--source", text(&codes)]), (Some(0), vec![]), "{scheme}");
+    }
+    let (file, gptq) = (at("m.gguf"), at("gptq"));
+    works(&["export", text(&source), "--out", text(&file), "--format", "gguf", "--gguf-type", "Q4_0"]);
+    assert_eq!(
+        verify(&file, &["--source", text(&source)]).1.iter().filter(|f| *f != "tokenizer.ggml.model").count(),
+        0
+    );
+    works(&["export", text(&file), "--out", text(&gptq), "--format", "gptq"]);
+    assert_eq!(verify(&gptq, &["--source", text(&file)]), (Some(0), vec![]));
+    let (image, values) = (golden("image/resnet_basic"), at("image"));
+    works(&["export", text(&image), "--out", text(&values), "--format", "safetensors"]);
+    assert_eq!(verify(&values, &["--source", text(&image)]), (Some(0), vec![]));
+}
+
 #[test]
 fn what_is_not_as_the_proof_says_is_told() {
     let dir = tempfile::tempdir().unwrap();
@@ -66,6 +116,33 @@ fn what_is_not_as_the_proof_says_is_told() {
     assert_eq!(with(&|v| v["logits"]["kl"] = json!(0.0)), wrong(&["logits.kl"]));
     let first = sound["tensors"][0]["name"].as_str().unwrap();
     assert_eq!(with(&|v| v["tensors"][0]["source"]["sha256"] = "00".into()), wrong(&[first]));
+    // A proof that proves less than it should.
+    let first_stored = sound["tensors"][0]["stored"].as_object().unwrap().len();
+    assert_eq!(with(&|v| drop(v["tensors"].as_array_mut().unwrap().remove(0))).1.len(), first_stored);
+    assert_eq!(with(&|v| *v = json!({})).0, Some(1));
+    assert!(with(&|v| v["tensors"] = json!([])).1.len() > 20);
+    assert_eq!(with(&|v| drop(v["files"].as_object_mut().unwrap().remove("config.json"))), wrong(&["files"]));
+    assert_eq!(with(&|v| v["tensors"][0]["source"]["max_abs_error"] = json!(0.0)), wrong(&[first]));
+    assert_eq!(with(&|v| v["logits"]["top1_agreement"] = json!(0.01)), wrong(&["logits.top1_agreement"]));
+    // One that asks for anything.
+    for (questions, last) in [
+        (json!({"prompts": []}), json!([])),
+        (json!({"prompts": vec![vec![1_000_000_000u64; 64]; 1000]}), json!(vec![vec![(1, 0.123_456_789)]; 1000])),
+        (json!({"prompts": vec![vec![1; 65]; 4]}), json!(vec![vec![(1, 0.5)]; 4])),
+        (json!({"prompts": vec![vec![1u64 << 40, 1]; 4]}), json!(vec![vec![(1, 0.5)]; 4])),
+        (json!({"prompts": vec![vec![-1, 1]; 4]}), json!(vec![vec![(1, 0.5)]; 4])),
+        (json!({"prompts": vec![vec![4000, 1]; 4]}), json!(vec![vec![(1, 0.5)]; 4])),
+        (sound["logits"]["questions"].clone(), json!([[], [], [], []])),
+        (sound["logits"]["questions"].clone(), json!(vec![vec![(-1, 0.5)]; 4])),
+        (json!({"pictures": 4}), json!(vec![vec![(1, 0.5)]; 4])),
+        (json!({"pictures": 1u64 << 60}), json!(vec![vec![(1, 0.5)]; 4])),
+        (json!("prompts"), json!(null)),
+    ] {
+        let (code, fields) = with(&|v| {
+            (v["logits"]["questions"], v["logits"]["last"]) = (questions.clone(), last.clone());
+        });
+        assert!(code == Some(1) && fields[0] == "logits", "{fields:?}");
+    }
     let why = json!({"not_measured": "no room"});
     assert_eq!(with(&|v| v["logits"] = why.clone()), (Some(0), vec![]), "a note");
     assert_eq!(with(&|_| {}), (Some(0), vec![]));
@@ -79,7 +156,10 @@ fn what_is_not_as_the_proof_says_is_told() {
     std::fs::remove_file(&file).unwrap();
     assert_eq!(verify(&q, &[]), wrong(&[""]));
     std::fs::write(&file, "{").unwrap();
-    assert_eq!(verify(&q, &[]).0, Some(1));
+    fails(&["inspect", text(&q), "--verify"], 3, &["dsq-proof.json"]);
+    std::fs::remove_file(&file).unwrap();
+    std::fs::create_dir(&file).unwrap();
+    fails(&["inspect", text(&q), "--verify"], 3, &["dsq-proof.json", "a regular file"]);
     works(&["export", text(&source), "--out", text(&at("m.onnx")), "--format", "onnx"]);
     fails(&["inspect", text(&at("m.onnx")), "--verify"], 2, &["--verify", "does not run ONNX"]);
     assert_eq!(dsq(&["inspect", text(&q), "--source", text(&source)]).status.code(), Some(2));

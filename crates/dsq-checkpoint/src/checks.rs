@@ -312,27 +312,49 @@ impl Checkpoint {
     pub fn proof_file(&self) -> PathBuf {
         self.gguf().map_or_else(|| self.path().join(PROOF_FILE), |g| proof_path(g.path()))
     }
+
+    /// The proof of an export, if there is one.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for what is no JSON file of reasonable size; I/O errors.
+    pub fn proof(&self) -> Result<Option<Value>, CheckpointError> {
+        let file = self.proof_file();
+        if file.symlink_metadata().is_err() { Ok(None) } else { read_json(&file).map(Some) }
+    }
 }
 
 /// Compares a folder or a GGUF file with the proof that its export wrote beside it, if there is one: a changed tensor is an error, a
 /// changed file a warning (people edit those). A proof that cannot be read is a warning.
 fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
-    let (gguf, file) = (ckpt.gguf(), ckpt.proof_file());
-    if file.symlink_metadata().is_err() {
-        return Vec::new();
-    }
+    let gguf = ckpt.gguf();
     let fault = |severity, file: &Path, field: &str, problem: String| Fault::new(severity, file, field, problem);
-    let proof = match read_json(&file) {
-        Ok(proof) => proof,
+    let proof = match ckpt.proof() {
+        Ok(Some(proof)) => proof,
+        Ok(None) => return Vec::new(),
         Err(e) => return vec![fault(Severity::Warning, ckpt.path(), PROOF_FILE, e.to_string())],
     };
     let mut faults = Vec::new();
     let tensors = proof.get("tensors").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     // Each once: a tensor of a GGUF file may hold many of the source's.
     let stored = tensors.iter().filter_map(|t| t.get("stored")?.as_object()).flatten();
-    for (name, expected) in
-        stored.map(|(name, hash)| (name, hash.as_str().unwrap_or_default())).collect::<BTreeSet<_>>()
-    {
+    let stored: BTreeSet<(&str, &str)> =
+        stored.map(|(name, hash)| (name.as_str(), hash.as_str().unwrap_or_default())).collect();
+    let proven: HashSet<&str> = stored.iter().map(|(name, _)| *name).collect();
+    for name in gguf.map_or_else(|| ckpt.names(), |g| g.stored_names()) {
+        if !proven.contains(name.as_str()) {
+            let problem = "a tensor that the proof does not name; expected its hash, got none".into();
+            faults.push(fault(Severity::Error, ckpt.path(), &name, problem));
+        }
+    }
+    let files = proof.get("files").and_then(Value::as_object);
+    let named =
+        |f: &serde_json::Map<String, Value>| if gguf.is_some() { !f.is_empty() } else { f.contains_key("config.json") };
+    if !files.is_some_and(named) {
+        let what = if gguf.is_some() { "the file" } else { "config.json" };
+        let problem = format!("expected the hash of {what}, got none");
+        faults.push(fault(Severity::Error, &ckpt.proof_file(), "files", problem));
+    }
+    for (name, expected) in stored {
         let found = match gguf {
             // By its name in the file.
             Some(g) => g.sha256_as_stored(name).and_then(|found| found.ok_or_else(|| ckpt.missing(name))),
@@ -345,7 +367,7 @@ fn check_proof(ckpt: &Checkpoint) -> Vec<Fault> {
         };
         faults.push(fault(Severity::Error, ckpt.path(), name, problem));
     }
-    for (name, expected) in proof.get("files").and_then(Value::as_object).into_iter().flatten() {
+    for (name, expected) in files.into_iter().flatten() {
         let found = match gguf {
             // The proof of a GGUF file names the file itself, perhaps before it was given another name.
             Some(g) => g.sha256_of_file().map(Some),

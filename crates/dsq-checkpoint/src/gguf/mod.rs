@@ -269,6 +269,11 @@ impl GgufFile {
         Ok(hex(hash))
     }
 
+    /// The names that the file itself uses.
+    pub(crate) fn stored_names(&self) -> Vec<String> {
+        self.header.tensors.iter().map(|t| t.name.clone()).collect()
+    }
+
     /// [`GgufFile::sha256`] by the tensor's name in the file; `None` when there is none of that name.
     pub(crate) fn sha256_as_stored(&self, name: &str) -> Result<Option<String>, CheckpointError> {
         let entry = self.header.tensors.iter().find(|t| t.name == name);
