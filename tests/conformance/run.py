@@ -696,6 +696,38 @@ def gguf_f32_logits(ctx, folder, ty):
     return compare_logits(ctx.dsq.logits(out, sequences), llama_cpp_logits(path, sequences), EXPORT_BOUND)
 
 
+def gguf_split(ctx, first):
+    """PyPI gguf writes the file anew in parts, the first with tensors or without: llama.cpp and dsq give the logits of the whole from them, and
+    dsq makes the same file of both."""
+    import gguf
+    import torch
+    whole, sequences = gguf_file(ctx, wide_model(ctx), "Q4_K_M"), json.loads((wide_model(ctx) / "tokens.json").read_text())
+    reader, stem = gguf.GGUFReader(whole), f"parts-{first}"
+    writer = gguf.GGUFWriter(ctx.work / f"{stem}.gguf", "llama", split_max_tensors=20, small_first_shard=first == "keys")
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
+    for t in reader.tensors:
+        writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(ctx.work.glob(f"{stem}-*-of-*.gguf"))
+    expect(len(parts) > 2, f"{len(parts)} parts")
+    copies = []
+    for name, source in (("whole", whole), (stem, parts[0])):
+        copies.append(ctx.work / f"{name}-copy.gguf")
+        ctx.dsq("export", source, "--out", copies[-1], "--format", "gguf", "--gguf-type", "Q4_K_M", "--overwrite")
+    expect(copies[0].read_bytes() == copies[1].read_bytes(), "the parts give another file than the whole")
+    for who, logits in (("dsq", ctx.dsq.logits), ("llama.cpp", llama_cpp_logits)):
+        a, b = (torch.cat(logits(p, sequences)) for p in (whole, parts[0]))
+        expect(torch.equal(a, b), f"{who}: other logits from the parts")
+    return f"{len(reader.tensors)} tensors in {len(parts)} parts: the same file, the same logits of dsq and of llama.cpp"
+
+
 def variant_config(name):
     return next(c for c in json.loads((GOLDEN / "variants.json").read_text()) if c["name"] == name)
 
@@ -1086,6 +1118,8 @@ def checks():
                 yield f"gguf-bytes {name} {ty}", lambda ctx, f=folder, t=ty: gguf_bytes(ctx, f, t)
             yield f"gguf-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_logits(ctx, f, t)
             yield f"gguf-f32-logits {name} {ty}", lambda ctx, f=folder, t=ty: gguf_f32_logits(ctx, f, t)
+    for first in ("tensors", "keys"):
+        yield f"gguf-split {first}", lambda ctx, f=first: gguf_split(ctx, f)
     for name in GGUF_MODELS:
         yield f"gguf-architecture {name}", lambda ctx, n=name: gguf_architecture(ctx, n)
         for ty in ("F16", "Q8_0", "Q4_K_M"):

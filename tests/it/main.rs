@@ -7,6 +7,7 @@ mod command;
 mod efficientnet;
 mod float_coded;
 mod gguf;
+mod gguf_split;
 mod image_models;
 mod io_faults;
 mod journal;

@@ -33,8 +33,8 @@ pub const AUX_FILES: [&str; 10] = [
 /// Largest file beside the weights that is read.
 const MAX_AUX_BYTES: u64 = 1 << 30;
 
-/// A model on disk: a Hugging Face folder (float, compressed-tensors, GPTQ or AWQ), one GGUF file, or the state dict of an image
-/// model in a PyTorch file.
+/// A model on disk: a Hugging Face folder (float, compressed-tensors, GPTQ or AWQ), a GGUF file (of a split model its first part, with
+/// the others beside it), or the state dict of an image model in a PyTorch file.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,

@@ -249,13 +249,6 @@ fn f077_rotary_keys_are_honoured_or_refused() {
 }
 
 #[test]
-fn f078_split_files() {
-    let part = toy().set("split.count", 2, 3u16.to_le_bytes().to_vec()).set("split.no", 2, vec![0, 0]);
-    refused_with(&part, &["split.count", "one of 3 parts"]);
-    open(&toy().set("split.count", 2, 1u16.to_le_bytes().to_vec()).bytes()).unwrap();
-}
-
-#[test]
 fn f079_non_finite_scales_are_refused_on_reading() {
     let name = "blk.0.ffn_down.weight";
     let hf = "model.layers.0.mlp.down_proj.weight";

@@ -183,7 +183,6 @@ pub(crate) fn config(
     if kind != "model" {
         return Err(metadata.invalid("general.type", format!("expected \"model\", got {:?}", printable(kind))));
     }
-    refuse_split(metadata)?;
     match metadata.unsigned("general.quantization_version")? {
         None | Some(2) => {}
         Some(n) => return Err(metadata.invalid("general.quantization_version", format!("expected 2, got {n}"))),
@@ -516,22 +515,6 @@ fn vocab_rows(keys: &mut Keys, tensors: &[TensorEntry]) -> Result<usize, Checkpo
         }
         _ => Ok(rows as usize),
     }
-}
-
-/// A model in several files is refused: each one alone is not a model.
-fn refuse_split(metadata: &Metadata) -> Result<(), CheckpointError> {
-    let key = "split.count";
-    // `gguf-split` writes UINT16.
-    let count = match metadata.get(key) {
-        None => return Ok(()),
-        Some(Value::U16(n)) => u64::from(*n),
-        Some(_) => metadata.unsigned(key)?.unwrap_or(0),
-    };
-    if count <= 1 {
-        return Ok(());
-    }
-    let error = metadata.invalid(key, format!("expected a model in one file, got one of {count} parts"));
-    Err(error.with_hint("merge the parts with: llama-gguf-split --merge FIRST-PART OUTPUT"))
 }
 
 /// The ids of special tokens, each below the number of embedding rows.

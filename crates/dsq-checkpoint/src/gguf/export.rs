@@ -11,7 +11,7 @@ use super::mix::GgufType;
 use super::proof::{Meant, MeantPart, prove};
 use super::value::Metadata;
 use super::write::{ALIGNMENT, TableRow, header};
-use super::{keys, rope};
+use super::{GgufFile, keys, rope};
 use crate::checkpoint::{hex, hex_sha256};
 use crate::export::{CODES, ExportLoss, Judge, Proof, SourceRecord, TensorProof};
 use crate::tensor::{conversion_loss, float_bytes};
@@ -128,7 +128,7 @@ impl<'a> GgufExport<'a> {
     /// that no block divides;
     /// [`CheckpointError::Invalid`] (3) for a tokenizer that GGUF cannot say.
     pub fn new(source: &'a Checkpoint, out: &Path, options: GgufOptions) -> Result<Self, CheckpointError> {
-        check_output(&[source.path()], out)?;
+        check_output(&source.gguf().map_or(vec![source.path()], GgufFile::paths), out)?;
         FileWriter::check(out, options.overwrite, MAGIC)?;
         super::check_proof_place(out)?;
         let usage = |field: &str, problem: String| Err(CheckpointError::usage(source.path(), field, problem));

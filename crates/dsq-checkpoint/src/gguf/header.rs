@@ -35,7 +35,9 @@ pub(crate) struct TensorEntry {
     pub(crate) ne: Vec<u64>,
     /// Element type.
     pub(crate) ty: GgmlType,
-    /// Position of the first byte in the file.
+    /// Which of the model's files it is in: 0, but in other parts of a split model.
+    pub(crate) file: usize,
+    /// Position of the first byte in that file.
     pub(crate) start: u64,
     /// Length in bytes.
     pub(crate) bytes: u64,
@@ -157,7 +159,7 @@ fn place(
         // `stop` lies inside the file, so padding it overflows only for a file within one alignment of 2^64 bytes.
         expected = (stop - data_start).checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
         end = stop;
-        tensors.push(TensorEntry { name: info.name, ne: info.ne, ty: info.ty, start, bytes: info.bytes });
+        tensors.push(TensorEntry { name: info.name, ne: info.ne, ty: info.ty, file: 0, start, bytes: info.bytes });
     }
     Ok((tensors, end))
 }

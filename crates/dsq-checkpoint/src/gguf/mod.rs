@@ -1,9 +1,9 @@
 //! GGUF files as a model in Hugging Face terms: config, tensors, tokenizer, chat template.
 //!
-//! What is read: one little-endian file of version 2 or 3, of the architectures `llama` (llama, mistral, mixtral), `qwen2`, `qwen3` or
+//! What is read: little-endian files of version 2 or 3, one for a model or the parts of a split one (`split.rs`), of the architectures `llama` (llama, mistral, mixtral), `qwen2`, `qwen3` or
 //! `deepseek2` (deepseek_v2, deepseek_v3), with tensors of type F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K, and a
 //! byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2") whose `pre` is known or a SentencePiece one ("llama"). What is refused, with
-//! exit code 3 and by name: other architectures and types, big-endian and split files, what no config of `transformers` says (`arch.rs`,
+//! exit code 3 and by name: other architectures and types, big-endian files, what no config of `transformers` says (`arch.rs`,
 //! `rope.rs`), other tokenizers, and every key of the architecture that dsq does not know, because a key that is skipped is a model that
 //! computes something else.
 //!
@@ -31,6 +31,7 @@ mod pretokenizer;
 mod proof;
 mod rope;
 mod sentencepiece;
+mod split;
 mod tokenizer;
 mod value;
 mod vocabulary;
@@ -43,7 +44,6 @@ pub use proof::proof_path;
 
 use crate::checkpoint::hex;
 use crate::error::printable;
-use crate::json::open_regular;
 use crate::{CheckpointError, Fault, ModelConfig, Severity, TensorInfo};
 use arch::Arch;
 use dequant::GgmlType;
@@ -51,20 +51,22 @@ use dsq_quant::GgufGrid;
 use header::{Header, TensorEntry};
 use layout::{FileTensor, Layout, Order, ROPE_FACTORS};
 use sha2::{Digest, Sha256};
+use split::Part;
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use tokenizer::GgufTokenizer;
 
 /// Bytes read at a time when a tensor is hashed or decoded.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// An open GGUF file whose header has been checked. Weights are read when asked for.
+/// An open GGUF file, or the parts of a split one, whose header has been checked. Weights are read when asked for.
 #[derive(Debug)]
 pub struct GgufFile {
     path: PathBuf,
-    file: File,
+    /// The file, or all parts.
+    files: Vec<Part>,
+    /// Of all parts together.
     header: Header,
     config: ModelConfig,
     layout: Layout,
@@ -79,14 +81,13 @@ pub struct GgufFile {
 }
 
 impl GgufFile {
-    /// Opens a file and makes all static checks: header, tensor table, config, shapes, tokenizer arrays. Reads no weights.
+    /// Opens a file, of a split model its first part and with it the others, and makes all static checks: header, tensor table, config, shapes, tokenizer arrays. Reads no weights.
     ///
     /// # Errors
     /// [`CheckpointError::Invalid`] naming the key, tensor or field; [`CheckpointError::Io`] when reading fails.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let (file, len) = open_regular(path)?;
-        let header = Header::read(BufReader::with_capacity(CHUNK_BYTES, &file), len, path)?;
-        let rope_factors = rope_factors(&file, &header, path)?;
+        let (files, header) = split::open(path)?;
+        let rope_factors = rope_factors(&files, &header)?;
         let (config, layout) = arch::config(&header.metadata, &header.tensors, rope_factors.as_deref())?;
         let tensors = layout::map_tensors(&header.metadata, &config, layout, &header.tensors)?;
         GgufTokenizer::read(&header.metadata, config.vocab_size)?;
@@ -102,12 +103,17 @@ impl GgufFile {
             }
         }
         let (path, config) = (path.to_path_buf(), ModelConfig::Llama(config));
-        Ok(Self { path, file, header, config, layout, rope_factors, tensors, names, by_name })
+        Ok(Self { path, files, header, config, layout, rope_factors, tensors, names, by_name })
     }
 
-    /// The file.
+    /// The file; of a split model its first part.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The file, or all parts of a split model in their order.
+    pub(crate) fn paths(&self) -> Vec<&Path> {
+        self.files.iter().map(|part| part.path.as_path()).collect()
     }
 
     /// The model's config, from the file's keys.
@@ -172,7 +178,8 @@ impl GgufFile {
             if let Some(index) = values.iter().position(|x| !x.is_finite()) {
                 let count = values.iter().filter(|x| !x.is_finite()).count();
                 let fault = dsq_quant::QuantError::NonFinite { index, value: values[index], count };
-                return Err(CheckpointError::quant(&self.path, format!("{name} ({})", printable(&entry.name)), fault));
+                let path = &self.files[entry.file].path;
+                return Err(CheckpointError::quant(path, format!("{name} ({})", printable(&entry.name)), fault));
             }
             if tensor.is_half() {
                 out.resize(tensor.part_shape.iter().product(), 0.0);
@@ -240,7 +247,7 @@ impl GgufFile {
         for first in (0..rows).step_by(rows_at_once) {
             let count = rows_at_once.min(rows - first);
             buffer.resize(count * row_bytes, 0);
-            self.read_at(&mut buffer, start + (first * row_bytes) as u64)?;
+            self.read_at(entry.file, &mut buffer, start + (first * row_bytes) as u64)?;
             for (i, bytes) in buffer.chunks_exact(row_bytes).enumerate() {
                 let place = match tensor.order {
                     Order::Interleaved(head_dim) => layout::original_row(first + i, head_dim),
@@ -252,8 +259,9 @@ impl GgufFile {
         Ok(())
     }
 
-    fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<(), CheckpointError> {
-        read_exact_at(&self.file, buffer, at).map_err(|e| CheckpointError::io(&self.path, "read", e))
+    fn read_at(&self, file: usize, buffer: &mut [u8], at: u64) -> Result<(), CheckpointError> {
+        let part = &self.files[file];
+        read_exact_at(&part.file, buffer, at).map_err(|e| CheckpointError::io(&part.path, "read", e))
     }
 
     /// SHA-256 of a tensor's bytes on disk, in hex: of one in two tensors of both, one after the other.
@@ -264,7 +272,7 @@ impl GgufFile {
         let mut hash = Sha256::new();
         for (tensor, entry, part) in self.places_or_refuse(name)? {
             let bytes = entry.bytes / tensor.parts.len() as u64;
-            self.hash(entry.start + part as u64 * bytes, bytes, &mut hash)?;
+            self.hash(entry.file, entry.start + part as u64 * bytes, bytes, &mut hash)?;
         }
         Ok(hex(hash))
     }
@@ -279,24 +287,24 @@ impl GgufFile {
         let entry = self.header.tensors.iter().find(|t| t.name == name);
         let of = |e: &TensorEntry| {
             let mut hash = Sha256::new();
-            self.hash(e.start, e.bytes, &mut hash).map(|()| hex(hash))
+            self.hash(e.file, e.start, e.bytes, &mut hash).map(|()| hex(hash))
         };
         entry.map(of).transpose()
     }
 
-    /// SHA-256 of the whole file.
+    /// SHA-256 of the whole file; of a split model of the first part.
     pub(crate) fn sha256_of_file(&self) -> Result<String, CheckpointError> {
-        let len = self.file.metadata().map_err(|e| CheckpointError::io(&self.path, "read", e))?.len();
+        let len = self.files[0].file.metadata().map_err(|e| CheckpointError::io(&self.path, "read", e))?.len();
         let mut hash = Sha256::new();
-        self.hash(0, len, &mut hash).map(|()| hex(hash))
+        self.hash(0, 0, len, &mut hash).map(|()| hex(hash))
     }
 
-    fn hash(&self, start: u64, bytes: u64, hash: &mut Sha256) -> Result<(), CheckpointError> {
+    fn hash(&self, file: usize, start: u64, bytes: u64, hash: &mut Sha256) -> Result<(), CheckpointError> {
         let (mut at, end) = (start, start + bytes);
         let mut buffer = vec![0; CHUNK_BYTES.min(bytes as usize)];
         while at < end {
             let len = buffer.len().min((end - at) as usize);
-            self.read_at(&mut buffer[..len], at)?;
+            self.read_at(file, &mut buffer[..len], at)?;
             hash.update(&buffer[..len]);
             at += len as u64;
         }
@@ -356,10 +364,9 @@ impl GgufFile {
     /// tensors.
     pub fn faults(&self) -> Vec<Fault> {
         let mut faults = Vec::new();
-        if self.header.trailing > 0 {
-            let what =
-                format!("expected the file to end with its last tensor, got {} bytes more", self.header.trailing);
-            faults.push(Fault::new(Severity::Warning, &self.path, "", what));
+        for part in self.files.iter().filter(|part| part.trailing > 0) {
+            let what = format!("expected the file to end with its last tensor, got {} bytes more", part.trailing);
+            faults.push(Fault::new(Severity::Warning, &part.path, "", what));
         }
         match self.tokenizer() {
             Ok(None) => {
@@ -390,8 +397,9 @@ impl GgufFile {
 }
 
 /// The tensor of factors, if there is one: a list of F32.
-fn rope_factors(file: &File, header: &Header, path: &Path) -> Result<Option<Vec<f32>>, CheckpointError> {
+fn rope_factors(files: &[Part], header: &Header) -> Result<Option<Vec<f32>>, CheckpointError> {
     let Some(entry) = header.tensors.iter().find(|t| t.name == ROPE_FACTORS) else { return Ok(None) };
+    let Part { path, file, .. } = &files[entry.file];
     if entry.ty != GgmlType::F32 || entry.ne.len() != 1 || entry.bytes > CHUNK_BYTES as u64 {
         let problem = format!("expected a short list of F32, got {} {:?}", entry.ty.name(), entry.ne);
         return Err(CheckpointError::invalid(path, ROPE_FACTORS, problem));
