@@ -958,6 +958,10 @@ def sentencepiece_model(ctx, prefix):
     return folder
 
 
+# Where a prefix, or a special token, can be taken in more than one way.
+PREFIX_TEXTS = [" hello world", "  two", "a<s> b", "<s>x", "\u2581abc", "\u2581 abc", "a\u2581b", " ", "\n", "</s> hi", "<unk>z", " <s>", " </s> ", "x</s>y"]
+
+
 def gguf_sentencepiece(ctx, prefix):
     """llama.cpp, given the scores that dsq makes of merges, gives the ids of `tokenizers`, and so does dsq for the file."""
     from tokenizers import Tokenizer
@@ -965,7 +969,7 @@ def gguf_sentencepiece(ctx, prefix):
     out = gguf_file(ctx, folder, "F16")
     texts = [c["text"] for c in json.loads((GOLDEN / "smollm2_tokenizer.json").read_text())["cases"]]
     texts += (ROOT / "recipes/data/pydoc/heldout.txt").read_text()[:20000].split("\n\n")
-    texts = [t for t in texts if t]
+    texts = [t for t in texts if t] + PREFIX_TEXTS
     theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
     want = [theirs.encode(t, add_special_tokens=False).ids for t in texts]
     model = llama_cpp().Llama(str(out), vocab_only=True, verbose=False)
@@ -975,6 +979,37 @@ def gguf_sentencepiece(ctx, prefix):
     ours = json.loads(ctx.dsq("tokenize", out, "--file", listed))
     wrong = [t for t, a, b, c in zip(texts, want, got, ours, strict=True) if not a == b == c]
     return expect(not wrong, f"{len(texts) - len(wrong)}/{len(texts)} texts with one list of ids" + "".join(f" {w!r}" for w in wrong[:3]))
+
+
+def gguf_sentencepiece_refused(ctx):
+    """Tokenizers whose ids differ from those of Prepend and Replace, which is what llama.cpp does, are refused."""
+    import shutil
+    from tokenizers import Tokenizer
+    source = sentencepiece_model(ctx, True)
+    usual = Tokenizer.from_file(str(source / "tokenizer.json"))
+    said = []
+    for name, reason in (("always", '"always" puts no'), ("first", '"first" puts no'), ("normalized", "normalized: expected false")):
+        folder = ctx.work / f"sentencepiece-{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder)
+        value = json.loads((folder / "tokenizer.json").read_text())
+        if name == "normalized":
+            value["added_tokens"] = [{**t, "normalized": True} for t in value["added_tokens"]]
+        else:
+            value["normalizer"] = None
+            value["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": name, "split": False}
+        (folder / "tokenizer.json").write_text(json.dumps(value))
+        theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        other = sum(theirs.encode(t, add_special_tokens=False).ids != usual.encode(t, add_special_tokens=False).ids for t in PREFIX_TEXTS)
+        expect(other, f"{name}: the ids of Prepend and Replace for all texts")
+        try:
+            gguf_file(ctx, folder, "F16")
+        except Failed as e:
+            expect("exited 3" in str(e) and reason in str(e), f"{name}: {e}")
+        else:
+            raise Failed(f"{name}: exported")
+        said.append(f"{name} ({other}/{len(PREFIX_TEXTS)} texts with other ids)")
+    return "refused: " + ", ".join(said)
 
 
 def tokenizer(ctx):
@@ -1152,6 +1187,7 @@ def checks():
     yield "gguf-tokenizer smollm2", gguf_tokenizer
     for prefix in (True, False):
         yield f"gguf-sentencepiece {'prefix' if prefix else 'plain'}", lambda ctx, p=prefix: gguf_sentencepiece(ctx, p)
+    yield "gguf-sentencepiece refused", gguf_sentencepiece_refused
     yield "tokenizer smollm2", tokenizer
     yield "float-logits smollm2", smollm2_float
     yield "onnx-logits smollm2", smollm2_onnx

@@ -122,7 +122,7 @@ fn a_folder_comes_back_as_it_was() {
         // A file of a file is the same file; and its proof still holds.
         write(&out, &again, GgufType::F32).unwrap();
         assert_eq!(bytes, std::fs::read(&again).unwrap(), "{golden} {changes}");
-        assert!(b.faults().iter().all(|f| f.field == "tokenizer.ggml.model"), "{:?}", b.faults());
+        assert!(b.faults().is_empty(), "{:?}", b.faults());
     }
 }
 

@@ -351,6 +351,64 @@ fn f063_what_the_keys_of_a_tokenizer_cannot_say_is_refused_by_name() {
     }
 }
 
+/// `tokenizers` looks for such a token behind the normalizer, llama.cpp in the text as it is.
+#[test]
+fn f063_added_tokens_that_a_normalizer_changes_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("t.gguf");
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
+    let pieces =
+        json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u{2581}"}, replace.clone()]});
+    let tried = |normalizer: &Value, pre: &Value, bytes: bool, text: &str, normalized: bool| {
+        let mut changed = tokenizer();
+        changed["normalizer"] = normalizer.clone();
+        changed["pre_tokenizer"] = pre.clone();
+        changed["model"]["byte_fallback"] = json!(bytes);
+        changed["added_tokens"][1]["content"] = json!(text);
+        changed["added_tokens"][1]["normalized"] = json!(normalized);
+        let model = with_tokenizer(dir.path(), &changed);
+        write(&model, &out, options(GgufType::F16)).map(drop).map_err(|e| (e.exit_code(), e.to_string()))
+    };
+    let refused = |got: Result<(), (u8, String)>, words: &[&str]| {
+        let (code, text) = got.unwrap_err();
+        assert!(code == 3 && words.iter().all(|w| text.contains(w)), "{text}");
+    };
+    let (none, level) = (Value::Null, tokenizer()["pre_tokenizer"].clone());
+    let words = |step| ["added_tokens", "normalized: expected false", step, "got true"];
+    refused(tried(&pieces, &none, true, "<tool>", true), &words("Prepend"));
+    refused(tried(&replace, &none, true, "<a b>", true), &words("Replace"));
+    refused(tried(&replace, &none, true, "<a\u{2581}b>", true), &words("Replace"));
+    refused(tried(&json!({"type": "NFC"}), &level, false, "<e\u{301}>", true), &words("NFC"));
+    // Past this check: the tokenizer has no unk_token, and gpt-2 no normal form.
+    for (normalizer, normalized) in [(&pieces, false), (&replace, true)] {
+        refused(tried(normalizer, &none, true, "<tool>", normalized), &["model.unk_token"]);
+    }
+    refused(tried(&json!({"type": "NFC"}), &level, false, "<tool>", true), &["normalizer (NFC)"]);
+    // Metaspace puts its prefix elsewhere than llama.cpp, in a sequence too.
+    let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": false});
+    for scheme in ["always", "first"] {
+        for pre in [metaspace(scheme), json!({"type": "Sequence", "pretokenizers": [metaspace(scheme)]})] {
+            let words =
+                ["normalizer, pre_tokenizer", "prepend_scheme never", scheme, "llama.cpp does)", "Prepend and Replace"];
+            refused(tried(&none, &pre, true, "<tool>", false), &words);
+        }
+    }
+    refused(tried(&none, &metaspace("never"), true, "<tool>", true), &["model.unk_token"]);
+    tried(&none, &level, false, "<e\u{301}>", true).unwrap();
+}
+
+#[test]
+fn f047_an_end_named_twice_has_one_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("e.gguf");
+    let mut config = llama(true);
+    config.eos_token_ids = vec![2, 2, 7, 2];
+    let model = folder(dir.path(), &config, float_layers(&config, FloatType::F32), None);
+    write(&model, &out, options(GgufType::F16)).unwrap();
+    config.eos_token_ids = vec![2, 7];
+    assert_eq!(*Checkpoint::open(&out).unwrap().config(), ModelConfig::Llama(config));
+}
+
 #[test]
 fn f089_nothing_is_damaged_and_nothing_is_left_behind() {
     let dir = tempfile::tempdir().unwrap();

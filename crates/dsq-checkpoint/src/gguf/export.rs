@@ -143,6 +143,9 @@ impl<'a> GgufExport<'a> {
         let mut config = config.clone();
         // Layers for predictions beyond the next token are left out, by name.
         config.latent.iter_mut().for_each(|a| a.mtp_layers = 0);
+        // An id named twice has one key.
+        let mut seen = HashSet::new();
+        config.eos_token_ids.retain(|id| seen.insert(*id));
         let factors = match source.gguf() {
             Some(file) => file.rope_factors.clone(),
             None => rope::factors(&config),

@@ -369,14 +369,8 @@ impl GgufFile {
             faults.push(Fault::new(Severity::Warning, &part.path, "", what));
         }
         match self.tokenizer() {
-            Ok(None) => {
-                faults.push(Fault::new(
-                    Severity::Warning,
-                    &self.path,
-                    "tokenizer.ggml.model",
-                    "expected a tokenizer, got none",
-                ));
-            }
+            // A file for token ids only: `Checkpoint::missing_files` notes it.
+            Ok(None) => {}
             Ok(Some(tokenizer)) => {
                 if let Err(CheckpointError::Invalid(fault)) = tokenizer.tokenizer_json() {
                     faults.push(*fault);

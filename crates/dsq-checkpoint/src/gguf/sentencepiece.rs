@@ -116,7 +116,7 @@ pub(crate) fn decoder(prefix: bool) -> Value {
 }
 
 /// Whether the steps of a file's normalizer and pre-tokenizer are those of [`normalizer`], and with which prefix. `Metaspace` without
-/// splitting is another spelling, but for "first", which puts no space behind a special token where llama.cpp puts one.
+/// splitting and with "never" is another spelling of no prefix; "always" and "first" are none of a prefix ([`metaspace_differs`]).
 pub(crate) fn prefix_of(normalizers: &[Value], pre_tokenizers: &[Value]) -> Option<bool> {
     let parts = |prefix: bool| match normalizer(prefix) {
         v if v["type"] == "Sequence" => v["normalizers"].as_array().cloned().unwrap_or_default(),
@@ -125,12 +125,21 @@ pub(crate) fn prefix_of(normalizers: &[Value], pre_tokenizers: &[Value]) -> Opti
     match (normalizers, pre_tokenizers) {
         (steps, []) => [true, false].into_iter().find(|prefix| steps == parts(*prefix)),
         ([], [one]) if one["type"] == "Metaspace" && one["replacement"] == SPACE && one["split"] == false => {
-            match one["prepend_scheme"].as_str() {
-                Some("always") => Some(true),
-                Some("never") => Some(false),
-                _ => None,
-            }
+            (one["prepend_scheme"] == "never").then_some(false)
         }
+        _ => None,
+    }
+}
+
+/// Why a `Metaspace` among these steps puts its prefix elsewhere than llama.cpp does, which puts one before every text and behind
+/// every special token.
+pub(crate) fn metaspace_differs(pre_tokenizers: &[Value]) -> Option<&'static str> {
+    let one = pre_tokenizers.iter().find(|p| p["type"] == "Metaspace")?;
+    match one["prepend_scheme"].as_str()? {
+        "always" => {
+            Some("\"always\" puts no \u{2581} before a text that begins with a space or with \u{2581}, llama.cpp does")
+        }
+        "first" => Some("\"first\" puts no \u{2581} behind a special token, llama.cpp does"),
         _ => None,
     }
 }
@@ -187,9 +196,12 @@ mod tests {
             |scheme: &str| json!({"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": false});
         assert_eq!(prefix_of(&steps(true), &[]), Some(true));
         assert_eq!(prefix_of(&steps(false), &[]), Some(false));
-        assert_eq!(prefix_of(&[], &[metaspace("always")]), Some(true));
         assert_eq!(prefix_of(&[], &[metaspace("never")]), Some(false));
-        assert_eq!(prefix_of(&[], &[metaspace("first")]), None);
+        assert_eq!(metaspace_differs(&[metaspace("never")]), None);
+        for scheme in ["always", "first"] {
+            assert_eq!(prefix_of(&[], &[metaspace(scheme)]), None);
+            assert!(metaspace_differs(&[metaspace(scheme)]).unwrap().contains(scheme));
+        }
         assert_eq!(prefix_of(&[], &[]), None);
     }
 }

@@ -2,7 +2,8 @@
 //! name, or a SentencePiece vocabulary as BPE with byte fallback. Not the way back (see `tokenizer.rs`), which checks here, before anything is written, that it gives the same tokenizer.
 //!
 //! What the keys cannot say is refused by name: other models than BPE, a pre-tokenizer that is none of
-//! [`PreTokenizer::NAMES`], added tokens that take the space beside them, post-processors but BOS in front and EOS behind.
+//! [`PreTokenizer::NAMES`], added tokens that take the space beside them or
+//! are looked for behind a normalizer that changes them, post-processors but BOS in front and EOS behind.
 
 use super::pretokenizer::PreTokenizer;
 use super::sentencepiece;
@@ -184,6 +185,7 @@ impl File<'_> {
         for (text, id) in vocab {
             put(text, id.as_u64(), if bytes.contains(text) { TokenType::Byte } else { TokenType::Normal })?;
         }
+        let steps = parts(value.get("normalizer"), "normalizers");
         let (size, mut largest) = (vocab.len() as u64, None::<u64>);
         for token in value.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
             let text = token.get("content").and_then(Value::as_str).unwrap_or_default();
@@ -192,6 +194,17 @@ impl File<'_> {
                 if token.get(key).and_then(Value::as_bool).unwrap_or(false) {
                     return Err(self.refuse(&field(key), "expected false, got true"));
                 }
+            }
+            let normalized = token.get("normalized").and_then(Value::as_bool).unwrap_or(false);
+            if let Some(step) = steps.iter().find(|step| normalized && !keeps(step, text)) {
+                let problem = format!(
+                    "expected false, as the normalizer ({}) can change the token's text and llama.cpp looks for it as it is, \
+                     got true",
+                    printable(step["type"].as_str().unwrap_or_default())
+                );
+                return Err(self
+                    .refuse(&field("normalized"), problem)
+                    .with_hint("set it to false if the token is meant wherever its text stands"));
             }
             // The `tokenizers` library numbers tokens that the vocabulary lacks itself, whatever the file says.
             let next = largest.filter(|l| *l >= size).map_or(size, |l| l + 1);
@@ -228,13 +241,19 @@ impl File<'_> {
         let steps = |key: &str, list: &str| parts(value.get(key), list);
         let (normalizers, splits) = (steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers"));
         let prefix = sentencepiece::prefix_of(&normalizers, &splits).ok_or_else(|| {
-            let want =
-                "Prepend and Replace, Replace, or Metaspace without splitting and with prepend_scheme always or never";
+            let want = "Prepend and Replace, Replace, or Metaspace without splitting and with prepend_scheme never";
             let got = json!([normalizers, splits]).to_string();
-            self.refuse(
+            let why = sentencepiece::metaspace_differs(&splits).map(|why| format!(" ({why})")).unwrap_or_default();
+            let error = self.refuse(
                 "normalizer, pre_tokenizer",
-                format!("expected {want}, as llama.cpp does it, got {}", printable(&got)),
-            )
+                format!("expected {want}, as llama.cpp does it, got {}{why}", printable(&got)),
+            );
+            match why.is_empty() {
+                true => error,
+                false => error.with_hint(
+                    "if the model was trained with a space before every text, say so by a normalizer of Prepend and Replace",
+                ),
+            }
         })?;
         let ids: HashMap<&str, usize> = tokens.iter().enumerate().map(|(id, text)| (text.as_str(), id)).collect();
         let id = |text: &str| ids.get(text).copied();
@@ -341,6 +360,17 @@ fn parts(value: Option<&Value>, list: &str) -> Vec<Value> {
             v[list].as_array().into_iter().flatten().flat_map(|p| parts(Some(p), list)).collect()
         }
         Some(v) => vec![v.clone()],
+    }
+}
+
+/// Whether a step of a normalizer leaves a token's text as it is, and makes that text of no other.
+fn keeps(step: &Value, token: &str) -> bool {
+    let lacks = |part: &Value| part.as_str().is_some_and(|part| !part.is_empty() && !token.contains(part));
+    match step["type"].as_str() {
+        // Characters below the first combining mark are their own normal forms.
+        Some("NFC") => token.chars().all(|c| c < '\u{300}'),
+        Some("Replace") => lacks(&step["pattern"]["String"]) && lacks(&step["content"]),
+        _ => false,
     }
 }
 
