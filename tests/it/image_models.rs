@@ -199,6 +199,36 @@ fn a_file_or_folder_becomes_a_folder_a_quantized_one_and_onnx() {
 }
 
 #[test]
+fn variances_that_are_none_are_named_by_every_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let name = "resnet.embedder.embedder.normalization.running_var";
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for file in ["config.json", "model.safetensors", "preprocessor_config.json"] {
+        std::fs::copy(golden().join("resnet_basic").join(file), model.join(file)).unwrap();
+    }
+    let file = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let at = 8 + header + entries[name]["data_offsets"][0].as_u64().unwrap() as usize;
+    // The second value, in F16.
+    for (bits, words) in [(0xbc00u16, "got -1 at index 1"), (0x7e00, "got NaN at index 1")] {
+        bytes[at + 2..at + 4].copy_from_slice(&bits.to_le_bytes());
+        std::fs::write(&file, &bytes).unwrap();
+        let words = [name, "expected variances, finite and not below 0", words];
+        fails(&["inspect", text(&model)], 3, &words);
+        let out = dir.path().join("out");
+        fails(&["export", text(&model), "--out", text(&out), "--format", "safetensors"], 3, &words);
+        assert!(!out.exists());
+    }
+    // 0 is a variance: of a channel that never changed.
+    bytes[at + 2..at + 4].copy_from_slice(&[0, 0]);
+    std::fs::write(&file, &bytes).unwrap();
+    works(&["inspect", text(&model)]);
+}
+
+#[test]
 fn what_a_preparation_asks_for_and_is_not_there_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("model");

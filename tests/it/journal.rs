@@ -270,6 +270,63 @@ fn a_changed_byte_of_any_file_is_refused_and_finished_parts_are_not_made_again()
     assert!(!journal(&out).exists());
 }
 
+/// A whole journal of a run that is refused at its last step, because another model has the output's name; that one is removed.
+fn whole(case: &Case, out: &Path, run: &[&str]) {
+    killed_at(case, out, run, "state.safetensors");
+    std::fs::write(journal(out).join("writing"), "").unwrap();
+    let other = dsq(&["quantize", text(&case.at("model")), "--out", text(out), "--group-size", "16"]);
+    assert_eq!(other.status.code(), Some(0));
+    let resumed = start(&args(case, out, run, &["--resume"])).wait().unwrap();
+    assert_eq!(resumed.code(), Some(2));
+    std::fs::remove_dir_all(out).unwrap();
+}
+
+#[test]
+fn files_of_another_number_or_run_are_refused() {
+    let case = Case::new();
+    let run = |epochs: &'static str| {
+        ["--method", "blockwise", "--epochs", epochs, "--steps", "2", "--calib-tokens", "512", "--group-size", "32"]
+    };
+    let (run, other) = (run("1"), run("2"));
+    let (want, _) = straight(&case, &run);
+    let (out, out2, kept) = (case.at("out"), case.at("out2"), case.at("kept"));
+    whole(&case, &out, &run);
+    whole(&case, &out2, &other);
+    copy(&journal(&out), &kept);
+    let refused = |name: &str, words: &[&str]| {
+        let all = args(&case, &out, &run, &["--resume"]);
+        let ended = dsq(&all.iter().map(String::as_str).collect::<Vec<_>>());
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert!(ended.status.code() == Some(3) && !out.exists(), "{name}: {said}");
+        assert!(words.iter().all(|w| said.contains(w)) && said.contains(name), "{said} lacks {words:?}");
+        copy(&kept, &journal(&out));
+    };
+    let at = |name: &str| journal(&out).join(name);
+    let written_as = |want: &str, got: &str| format!("file: expected what was written as {want}, got {got}");
+    let [a, b, end, last] =
+        ["block-00000", "block-00001", "end-00000", "end-00001"].map(|name| format!("{name}.safetensors"));
+    // One over another, beside them, two swapped, a layer of the steps after the blocks.
+    std::fs::copy(at(&a), at(&b)).unwrap();
+    refused(&b, &[&written_as(&b, &a)]);
+    let count = (0..).take_while(|i| at(&format!("block-{i:05}.safetensors")).exists()).count();
+    let beyond = format!("block-{count:05}.safetensors");
+    std::fs::copy(at(&a), at(&beyond)).unwrap();
+    refused(&beyond, &[&written_as(&beyond, &a)]);
+    std::fs::rename(at(&a), at("aside")).unwrap();
+    std::fs::rename(at(&b), at(&a)).unwrap();
+    std::fs::rename(at("aside"), at(&b)).unwrap();
+    refused(&a, &[&written_as(&a, &b)]);
+    std::fs::copy(at(&end), at(&last)).unwrap();
+    refused(&last, &[&written_as(&last, &end)]);
+    // Any file of a run with other options.
+    for name in [&a[..], &b, &end, "end.safetensors", "state.safetensors"] {
+        std::fs::copy(journal(&out2).join(name), at(name)).unwrap();
+        refused(name, &["of another run: ", "options.--epochs: expected 1 as in the run, got 2"]);
+    }
+    assert!(start(&args(&case, &out, &run, &["--resume"])).wait().unwrap().success());
+    assert_eq!(files(&out), want);
+}
+
 #[test]
 fn a_plan_tells_of_a_journal() {
     let case = Case::new();

@@ -4,6 +4,21 @@
 use crate::{Checkpoint, CheckpointError, ConvLayer, LinearWeight, ModelConfig};
 
 impl Checkpoint {
+    /// The variances of a batch norm, `[n]`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Invalid`] for one below 0 or not finite; I/O errors.
+    pub(crate) fn variances(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
+        let var = self.read_f32(name)?;
+        match var.iter().position(|v| !(*v >= 0.0 && v.is_finite())) {
+            None => Ok(var),
+            Some(i) => {
+                let problem = format!("expected variances, finite and not below 0, got {} at index {i}", var[i]);
+                Err(self.invalid(name, problem))
+            }
+        }
+    }
+
     /// Weight `[n, c, kh, kw]` and bias `[n]` of a layer of an image model: `w * gamma / sqrt(var + eps)` and
     /// `beta - mean * gamma / sqrt(var + eps)`, computed in f64 and rounded once; as stored where there is no batch norm.
     ///
@@ -22,10 +37,8 @@ impl Checkpoint {
             return Err(self.invalid(&layer.module, "expected a float weight in front of batch norm, got codes"));
         };
         let read = |part: &str| self.read_f32(&format!("{norm}.{part}"));
-        let (gamma, beta, mean, var) = (read("weight")?, read("bias")?, read("running_mean")?, read("running_var")?);
-        if let Some(bad) = var.iter().find(|v| !(**v >= 0.0 && v.is_finite())) {
-            return Err(self.invalid(&format!("{norm}.running_var"), format!("expected variances, got {bad}")));
-        }
+        let (gamma, beta, mean) = (read("weight")?, read("bias")?, read("running_mean")?);
+        let var = self.variances(&format!("{norm}.running_var"))?;
         let k = weight.len() / gamma.len().max(1);
         let mut bias = Vec::with_capacity(gamma.len());
         for (i, row) in weight.chunks_exact_mut(k.max(1)).enumerate() {

@@ -99,7 +99,7 @@ pub(crate) fn model(ckpt: &Checkpoint) -> Vec<Fault> {
 }
 
 /// `a, b, c and 9 more`.
-fn some_of(modules: &[String]) -> String {
+pub(crate) fn some_of(modules: &[String]) -> String {
     let mut text = modules.iter().take(LISTED).map(String::as_str).collect::<Vec<_>>().join(", ");
     if modules.len() > LISTED {
         text.push_str(&format!(" and {} more", modules.len() - LISTED));

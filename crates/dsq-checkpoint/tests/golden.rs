@@ -1,6 +1,9 @@
 //! Folders and vectors made by Python's transformers and compressed-tensors (see `tests/golden/README.md`).
 
-use dsq_checkpoint::{Checkpoint, ExportTensor, LinearWeight, ModelConfig, export_folder};
+use dsq_checkpoint::{
+    Checkpoint, ExportTensor, LinearWeight, ModelConfig, NamedTensor, SafetensorsFile, Severity, TensorData,
+    export_folder, write_safetensors,
+};
 use dsq_quant::{FloatType, Granularity, Mapping, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use std::path::PathBuf;
 
@@ -158,4 +161,37 @@ fn groups_in_activation_order_are_those_of_compressed_tensors() {
         assert!(matches!(ours.linear(module).unwrap(), LinearWeight::Quantized(_)));
         assert!(ours.info(&format!("{module}.weight_g_idx")).is_some());
     }
+}
+
+/// A list of groups that some layers have and others do not: told, with the layers that are read as runs of inputs.
+#[test]
+fn a_list_of_groups_that_some_layers_lack_is_told() {
+    let source = golden("ct_order_symmetric");
+    let file = SafetensorsFile::open(&source.join("model.safetensors")).unwrap();
+    let faults = |without: &dyn Fn(&str) -> bool| {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(source.join("config.json"), dir.path().join("config.json")).unwrap();
+        let kept = file.names().filter(|n| !(n.ends_with(".weight_g_idx") && without(n)));
+        let tensors: Vec<NamedTensor> = kept
+            .map(|name| {
+                let (dtype, bytes) = file.read_stored(name).unwrap();
+                let shape = file.info(name).unwrap().shape;
+                NamedTensor { name: name.into(), data: TensorData::Raw { shape, bytes, dtype } }
+            })
+            .collect();
+        write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
+        let found = Checkpoint::open(dir.path()).unwrap().faults();
+        found.into_iter().filter(|f| f.severity == Severity::Warning).collect::<Vec<_>>()
+    };
+    let lacks = "model.layers.1.mlp.up_proj";
+    let found = faults(&|n| n.starts_with(lacks));
+    assert!(found.len() == 1 && found[0].field == format!("{lacks}.weight_g_idx"), "{found:?}");
+    for words in ["13 layers have weight_g_idx", "got none in 1", lacks] {
+        assert!(found[0].problem.contains(words), "{found:?}");
+    }
+    let found = faults(&|n| n.contains("layers.1."));
+    assert!(found.len() == 1 && found[0].problem.contains("got none in 7"), "{found:?}");
+    assert!(found[0].problem.ends_with("and 4 more"), "{found:?}");
+    // None at all: a tool whose groups are runs of inputs.
+    assert!(faults(&|_| true).is_empty());
 }

@@ -489,7 +489,8 @@ pub(super) fn quantize<'a>(
     })?;
     let trained = Trained { tuning, blocks: outcome.blocks, end_to_end: outcome.end_to_end };
     let scales = if matches!(scaling, Scaling::Smooth(_)) { "SmoothQuant" } else { "AWQ" };
-    let blocks = journal.blocks()?;
+    let named = specs.iter().map(|s| s.module.as_str()).filter(|m| config.scheme_for(m).is_some());
+    let blocks = journal.all_blocks(named)?;
     let by_module: HashMap<&str, &LinearSpec> = specs.iter().map(|s| (s.module.as_str(), s)).collect();
     let of = |module: &str| {
         let spec = by_module.get(module).map(|&s| s.clone());

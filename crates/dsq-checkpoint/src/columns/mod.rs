@@ -19,7 +19,7 @@ pub use convert::{CommonScheme, convert_layer, convert_layers, finish_layer, fit
 use crate::config::fields::show;
 use crate::packed::{DiskFormat, Expected, G_IDX, expected_tensors};
 use crate::tensor::floats_from_bytes;
-use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearWeight, ModelConfig, Severity, TensorData};
+use crate::{Checkpoint, CheckpointError, Dtype, Fault, LinearWeight, ModelConfig, Severity, TensorData, lint};
 use dsq_quant::{
     ColumnOrder, FloatType, Mapping, QuantArgs, QuantType, QuantizedMatrix, pack_i32, pack_rows, packed_words,
     unpack_i32,
@@ -321,11 +321,18 @@ pub(crate) fn check_values(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointEr
     let Some(q) = ckpt.quantization() else { return Ok(faults) };
     let columns = q.format != FolderFormat::CompressedTensors;
     let (mut ordered, mut wrapped, mut first) = (0, 0usize, HashMap::new());
+    let (mut listed, mut unlisted) = (0, Vec::new());
     for spec in ckpt.config().linears() {
         let Some(group) = q.group_for(&spec.module, "Linear") else { continue };
         let (args, n, k) = (group.weights, spec.n(), spec.k());
         let groups = args.scale_shape(n, k).map_or(1, |[_, groups]| groups);
         let name = format!("{}.{}", spec.module, if columns { "g_idx" } else { G_IDX });
+        if !columns && group.act_order && spec.shape.len() == 2 && groups > 1 {
+            match ckpt.info(&name) {
+                Some(_) => listed += 1,
+                None => unlisted.push(spec.module.clone()),
+            }
+        }
         if (columns || group.act_order) && group_order(ckpt, &name, k, k / groups)?.is_some() {
             if !group.act_order {
                 let problem = "desc_act is false; expected input i in group i / group_size, got another order";
@@ -373,6 +380,15 @@ pub(crate) fn check_values(ckpt: &Checkpoint) -> Result<Vec<Fault>, CheckpointEr
             "{ordered} layers have groups in activation order (desc_act, actorder): their inputs are gathered before each product"
         );
         faults.push(Fault::new(Severity::Note, ckpt.path(), name, problem));
+    }
+    // Tools leave the list out of a model whose groups are all runs of inputs; not out of some layers.
+    if listed > 0 && !unlisted.is_empty() {
+        let problem = format!(
+            "actorder is \"group\" and {listed} layers have {G_IDX}; expected it in all, got none in {}, read as runs of inputs: {}",
+            unlisted.len(),
+            lint::some_of(&unlisted)
+        );
+        faults.push(Fault::new(Severity::Warning, ckpt.path(), format!("{}.{G_IDX}", unlisted[0]), problem));
     }
     if let Some(name) = first.get("zero") {
         let problem = format!(

@@ -1,6 +1,6 @@
 //! The journal of a run that looks at text. It is where finished blocks go, so that one of them is in memory at a time, and from where
 //! the output is written; and a run that is killed goes on from it at the block it was at: what goes on has the same bits as a run that
-//! nobody disturbed. Each file is written whole or not at all and carries checksums (`sealed.rs`). Not the output (see
+//! nobody disturbed. Each file is written whole or not at all and carries checksums, its name and its run (`sealed.rs`). Not the output (see
 //! `dsq-checkpoint`), and no checkpoints inside a block, or between the steps that train all blocks together.
 //!
 //! ```text
@@ -29,11 +29,12 @@ use sealed::{Sealed, damaged, floats};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 /// Version of the files.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 const HEAD: &str = "journal.json";
 const STATE: &str = "state.safetensors";
 const END: &str = "end.safetensors";
@@ -47,6 +48,7 @@ const WRITING: &str = "writing";
 #[derive(Debug)]
 pub struct Journal {
     dir: PathBuf,
+    fingerprint: Value,
     _lock: File,
 }
 
@@ -102,7 +104,7 @@ impl Journal {
             let text = serde_json::to_vec_pretty(&Head { format: FORMAT, fingerprint: fingerprint.clone() });
             replace(&head, &text.unwrap_or_default())?;
         }
-        Ok(Self { dir: dir.into(), _lock: lock })
+        Ok(Self { dir: dir.into(), fingerprint: fingerprint.clone(), _lock: lock })
     }
 
     /// What there is of a journal in the folder `dir`, for a run of this `fingerprint`; `None` where there is none.
@@ -114,9 +116,10 @@ impl Journal {
         if !head.exists() {
             return Ok(None);
         }
-        let differences = differences(&read_head(&head)?, fingerprint);
+        let started = read_head(&head)?;
+        let differences = differences(&started, fingerprint);
         let state = dir.join(STATE);
-        let blocks = if state.exists() { Sealed::open(&state)?.about::<State>()?.next } else { 0 };
+        let blocks = if state.exists() { Sealed::open(&state, &started)?.about::<State>()?.next } else { 0 };
         Ok(Some(Found { blocks, bytes: Self::size(dir), differences }))
     }
 
@@ -159,14 +162,31 @@ impl Journal {
     /// The quantized layers of a run whose blocks are finished, as they were after everything that is written down.
     ///
     /// # Errors
-    /// [`TrainError::Journal`] naming a file that is damaged.
+    /// [`TrainError::Journal`] naming a file that is damaged, not of this run or not the one of its name, or has a layer that another
+    /// one has too.
     pub fn blocks(&self) -> Result<Blocks, TrainError> {
-        let mut blocks = Blocks::default();
+        let mut blocks = Blocks::new(self.fingerprint.clone());
         for i in (0..).take_while(|&i| self.block(i).exists()) {
-            blocks.add(&self.block(i))?;
+            blocks.add(&self.block(i), false)?;
         }
         if let Some((end, _)) = self.load::<End>(END)? {
-            (0..end.linears).try_for_each(|i| blocks.add(&self.end(i)))?;
+            (0..end.linears).try_for_each(|i| blocks.add(&self.end(i), true))?;
+        }
+        Ok(blocks)
+    }
+
+    /// [`Journal::blocks`] of a run that is done: these `modules`, each once, and no others.
+    ///
+    /// # Errors
+    /// As there, and for other layers.
+    pub fn all_blocks<'a>(&self, modules: impl Iterator<Item = &'a str>) -> Result<Blocks, TrainError> {
+        let blocks = self.blocks()?;
+        let wanted: BTreeSet<&str> = modules.collect();
+        if let Some(module) = wanted.iter().find(|m| blocks.find(m).is_none()) {
+            return Err(damaged(&self.dir, module, "expected this layer in a block, got none"));
+        }
+        if let Some(module) = blocks.modules().find(|m| !wanted.contains(m)) {
+            return Err(damaged(&self.dir, module, "expected no layer that the scheme does not name, got this one"));
         }
         Ok(blocks)
     }
@@ -188,7 +208,7 @@ impl Journal {
 
     /// Writes down what is no stream.
     pub(super) fn save(&self, name: &str, about: &impl Serialize, tensors: Vec<NamedTensor>) -> Result<(), TrainError> {
-        sealed::write(&self.dir.join(name), tensors, about)
+        sealed::write(&self.dir.join(name), &self.fingerprint, tensors, about)
     }
 
     /// What [`Journal::save_walk`] wrote, if anything.
@@ -197,7 +217,7 @@ impl Journal {
         if !path.exists() {
             return Ok(None);
         }
-        let file = Sealed::open(&path)?;
+        let file = Sealed::open(&path, &self.fingerprint)?;
         Ok(Some((file.about()?, Saved { file, path })))
     }
 }
@@ -294,7 +314,7 @@ impl Run<'_> {
         let head = i == self.model.num_hidden_layers;
         let prefix = if head { "lm_head".to_owned() } else { format!("model.layers.{i}.") };
         let of_block = |name: &str| name.starts_with(&prefix);
-        blocks::write(&journal.block(i), i, of_block, &self.outcome, &self.latents)?;
+        blocks::write(&journal.block(i), &journal.fingerprint, i, of_block, &self.outcome, &self.latents)?;
         self.outcome.linears.clear();
         self.latents.clear();
         if head {
@@ -324,7 +344,7 @@ impl Run<'_> {
             saved.stream("float", self.float_stream.iter_mut())?;
         }
         for i in 0..state.next {
-            blocks::restore(&journal.block(i), &mut self.outcome)?;
+            blocks::restore(&journal.block(i), &journal.fingerprint, &mut self.outcome)?;
         }
         self.progress.done = state.done;
         Ok(state.next)
@@ -334,7 +354,7 @@ impl Run<'_> {
     pub(super) fn record_end(&self, i: usize, linear: PtqLinear) -> Result<(), TrainError> {
         let Some(journal) = self.settings.journal else { return Ok(()) };
         let made = PtqOutcome { linears: vec![linear], ..PtqOutcome::default() };
-        blocks::write(&journal.end(i), usize::MAX, |_| true, &made, &Vec::new())
+        blocks::write(&journal.end(i), &journal.fingerprint, usize::MAX, |_| true, &made, &Vec::new())
     }
 
     /// Writes down that the end-to-end steps are done, which trained so many `linears`.
@@ -348,9 +368,45 @@ impl Run<'_> {
     pub(super) fn restore_end(&mut self) -> Result<bool, TrainError> {
         let Some(journal) = self.settings.journal else { return Ok(false) };
         let Some((end, _)) = journal.load::<End>(END)? else { return Ok(false) };
-        (0..end.linears).try_for_each(|i| Sealed::open(&journal.end(i))?.verify())?;
+        (0..end.linears).try_for_each(|i| Sealed::open(&journal.end(i), &journal.fingerprint)?.verify())?;
         self.outcome.end_to_end = end.divergences.map(|d| d.map(f64::from_bits));
         self.progress.done = end.done;
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dsq_quant::{FloatType, Granularity, QuantArgs, QuantizedMatrix};
+    use serde_json::json;
+
+    #[test]
+    fn every_layer_is_there_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&dir.path().join("out.journal"), &json!({"dsq": "1"}), false).unwrap();
+        let args = QuantArgs::int4(Granularity::PerChannel, FloatType::F32);
+        let write = |path: &Path, module: &str| {
+            let matrix = QuantizedMatrix::quantize(&[1.0, -0.5, 0.25, 0.0], 1, 4, args).unwrap();
+            let linears = vec![PtqLinear { module: module.into(), matrix, fit: None, rescale: None }];
+            let made = PtqOutcome { linears, ..PtqOutcome::default() };
+            blocks::write(path, &journal.fingerprint, 0, |_| true, &made, &Vec::new()).unwrap();
+        };
+        let refused = |modules: &[&str], words: &str| {
+            let e = journal.all_blocks(modules.iter().copied()).unwrap_err();
+            assert!(e.exit_code() == 3 && e.to_string().contains(words), "{e}");
+        };
+        write(&journal.block(0), "a");
+        write(&journal.block(1), "b");
+        let found = journal.all_blocks(["b", "a"].into_iter()).unwrap();
+        assert_eq!(found.modules().collect::<Vec<_>>(), ["a", "b"]);
+        refused(&["a", "b", "c"], "c: expected this layer in a block, got none");
+        refused(&["a"], "b: expected no layer that the scheme does not name, got this one");
+        // A layer that the steps after the blocks trained is there again; one of two blocks is not.
+        write(&journal.end(0), "a");
+        journal.save(END, &End { divergences: None, linears: 1, done: 0 }, Vec::new()).unwrap();
+        assert_eq!(journal.all_blocks(["a", "b"].into_iter()).unwrap().modules().count(), 2);
+        write(&journal.block(1), "a");
+        refused(&["a"], "block-00001.safetensors: a: expected each layer once, got it here and in");
     }
 }

@@ -1,12 +1,13 @@
 //! What a journal has of a finished block: codes, scales, changed norms, grids of inputs, the fit; and the reader that gives the quantized
 //! layers one by one, for the output. Not the folder and its order (see `journal.rs`).
 
-use super::sealed::{self, Sealed, floats};
+use super::sealed::{self, Sealed, damaged, floats};
 use crate::TrainError;
 use crate::ptq::{BlockFit, Fit, PtqLinear, PtqNorm, PtqOutcome, Rescale};
 use dsq_checkpoint::{NamedTensor, TensorData};
 use dsq_quant::{FloatType, InputGrid, QParams, QuantArgs, QuantizedMatrix, pack_rows, packed_words, unpack_i32};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -108,9 +109,10 @@ fn unpack(file: &Sealed, i: usize, about: LinearAbout) -> Result<PtqLinear, Trai
 /// Latent weights by module.
 pub(super) type Latents = Vec<(String, Vec<f32>)>;
 
-/// Writes down what `made` has of the tensors that `of_block` names; the fit is that of `layer`.
+/// Writes down what `made` has of the tensors that `of_block` names; the fit is that of `layer`. For `fingerprint` see `sealed.rs`.
 pub(super) fn write(
     path: &Path,
+    fingerprint: &Value,
     layer: usize,
     of_block: impl Fn(&str) -> bool,
     made: &PtqOutcome,
@@ -138,12 +140,12 @@ pub(super) fn write(
         tensors.push(row(format!("latent.{}", about.latents.len()), latent));
         about.latents.push(module.clone());
     }
-    sealed::write(path, tensors, &about)
+    sealed::write(path, fingerprint, tensors, &about)
 }
 
 /// Takes up what a finished block became, but for its quantized layers; every byte of the file is compared with its checksum.
-pub(super) fn restore(path: &Path, into: &mut PtqOutcome) -> Result<(), TrainError> {
-    let file = Sealed::open(path)?;
+pub(super) fn restore(path: &Path, fingerprint: &Value, into: &mut PtqOutcome) -> Result<(), TrainError> {
+    let file = Sealed::open(path, fingerprint)?;
     file.verify()?;
     let about: About = file.about()?;
     for (i, (name, dtype)) in about.norms.into_iter().enumerate() {
@@ -163,8 +165,10 @@ pub(super) fn restore(path: &Path, into: &mut PtqOutcome) -> Result<(), TrainErr
 }
 
 /// The quantized layers of a journal, in the order of the model; each is read when it is asked for.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Blocks {
+    /// Of the run that the files must be of.
+    fingerprint: Value,
     linears: Vec<Place>,
     /// Their numbers by module.
     at: HashMap<String, usize>,
@@ -181,13 +185,23 @@ struct Place {
 }
 
 impl Blocks {
-    /// Takes in the layers of a file, in the place of those that are there under their names.
-    pub(super) fn add(&mut self, path: &Path) -> Result<(), TrainError> {
-        let about: About = Sealed::open(path)?.about()?;
+    pub(super) fn new(fingerprint: Value) -> Self {
+        Self { fingerprint, linears: Vec::new(), at: HashMap::new(), latents: Vec::new() }
+    }
+
+    /// Takes in the layers of a file: of a block new ones, of the steps after the blocks (`again`) in the place of those that are
+    /// there under their names.
+    pub(super) fn add(&mut self, path: &Path, again: bool) -> Result<(), TrainError> {
+        let about: About = Sealed::open(path, &self.fingerprint)?.about()?;
         for (index, about) in about.linears.into_iter().enumerate() {
             let place = Place { path: path.into(), index, about };
             match self.find(&place.about.module) {
-                Some(at) => self.linears[at] = place,
+                Some(at) if again => self.linears[at] = place,
+                Some(at) => {
+                    let first = self.linears[at].path.display();
+                    let problem = format!("expected each layer once, got it here and in {first}");
+                    return Err(damaged(path, &place.about.module, problem));
+                }
                 None => {
                     self.at.insert(place.about.module.clone(), self.linears.len());
                     self.linears.push(place);
@@ -219,13 +233,13 @@ impl Blocks {
     /// [`TrainError::Journal`] naming a file that is not what was written.
     pub fn read(&self, i: usize) -> Result<PtqLinear, TrainError> {
         let Place { path, index, about } = &self.linears[i];
-        unpack(&Sealed::open(path)?, *index, about.clone())
+        unpack(&Sealed::open(path, &self.fingerprint)?, *index, about.clone())
     }
 
     /// The latent weights of a layer that was trained, if they were kept.
     pub(in crate::ptq) fn latent(&self, module: &str) -> Result<Option<Vec<f32>>, TrainError> {
         let Some((_, path, i)) = self.latents.iter().find(|(m, ..)| m == module) else { return Ok(None) };
-        Sealed::open(path)?.read_f32(&format!("latent.{i}")).map(Some)
+        Sealed::open(path, &self.fingerprint)?.read_f32(&format!("latent.{i}")).map(Some)
     }
 
     /// Whether any layer has latent weights.

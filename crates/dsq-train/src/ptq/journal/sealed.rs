@@ -1,9 +1,13 @@
 //! Files of a journal: safetensors that hold a SHA-256 of each of their tensors, compared whenever one is read, so that what a disk changed
-//! never passes for what was written. Written whole or not at all (dsq-checkpoint). Not what the tensors mean (see `blocks.rs`).
+//! never passes for what was written; and their own name (which has a block's number) and the fingerprint of their run, so that a file
+//! never passes for another one. Written whole or not at all (dsq-checkpoint). Not what the tensors mean (see `blocks.rs`).
 
 use crate::TrainError;
+use crate::run_dir::differences;
 use dsq_checkpoint::{Dtype, NamedTensor, SafetensorsFile, TensorData, write_safetensors};
 use dsq_quant::FloatType;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 
@@ -11,6 +15,19 @@ use std::path::Path;
 const SUMS: &str = "sha256";
 /// The tensor of what is no tensor, as JSON.
 const ABOUT: &str = "about";
+/// The tensor of the [`Seal`], as JSON.
+const SEAL: &str = "seal";
+
+/// Which file this is, of which run.
+#[derive(Serialize, Deserialize)]
+struct Seal {
+    file: String,
+    fingerprint: Value,
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
 
 /// Over everything that a tensor is.
 fn digest(name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> [u8; 32] {
@@ -20,9 +37,10 @@ fn digest(name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// Writes `tensors` and `about`, of which no tensor may have one of the two names above.
+/// Writes `tensors` and `about` as a file of the run of this `fingerprint`; no tensor may have one of the three names above.
 pub(super) fn write(
     path: &Path,
+    fingerprint: &Value,
     mut tensors: Vec<NamedTensor>,
     about: &impl serde::Serialize,
 ) -> Result<(), TrainError> {
@@ -30,8 +48,10 @@ pub(super) fn write(
         let data = TensorData::Raw { shape: vec![bytes.len()], bytes, dtype: Dtype::U8 };
         NamedTensor { name: name.into(), data }
     };
-    let text = serde_json::to_vec(about).map_err(|e| damaged(path, ABOUT, format!("cannot be written: {e}")))?;
-    tensors.push(raw(ABOUT, text));
+    let failed = |e: serde_json::Error| damaged(path, ABOUT, format!("cannot be written: {e}"));
+    let seal = Seal { file: file_name(path), fingerprint: fingerprint.clone() };
+    tensors.push(raw(ABOUT, serde_json::to_vec(about).map_err(failed)?));
+    tensors.push(raw(SEAL, serde_json::to_vec(&seal).map_err(failed)?));
     tensors.sort_by(|a, b| a.name.cmp(&b.name));
     let sum = |t: &NamedTensor| digest(&t.name, t.data.dtype(), t.data.shape(), &t.data.to_bytes());
     let sums = tensors.iter().flat_map(sum).collect();
@@ -59,11 +79,12 @@ pub(super) struct Sealed {
 }
 
 impl Sealed {
-    /// Opens a file; of its tensors none is read but the checksums.
+    /// Opens a file of the run of this `fingerprint`; of its tensors none is read but the checksums and the seal.
     ///
     /// # Errors
-    /// [`TrainError::Journal`] for a file that is cut or no such file, [`TrainError::Checkpoint`] where it cannot be read.
-    pub(super) fn open(path: &Path) -> Result<Self, TrainError> {
+    /// [`TrainError::Journal`] for a file that is cut or no such file, one that was written under another name and one of another
+    /// run (each field that differs is named with both values); [`TrainError::Checkpoint`] where it cannot be read.
+    pub(super) fn open(path: &Path, fingerprint: &Value) -> Result<Self, TrainError> {
         let invalid = |e: dsq_checkpoint::CheckpointError| match e.exit_code() {
             3 => damaged(path, "damaged", e),
             _ => e.into(),
@@ -77,7 +98,17 @@ impl Sealed {
                 format!("expected {} bytes for {} tensors, got {}", 32 * names.len(), names.len(), sums.len());
             return Err(damaged(path, SUMS, problem));
         }
-        Ok(Self { file, names, sums })
+        let opened = Self { file, names, sums };
+        let seal: Seal = opened.json(SEAL)?;
+        let name = file_name(path);
+        if seal.file != name {
+            return Err(damaged(path, "file", format!("expected what was written as {name}, got {}", seal.file)));
+        }
+        let differences = differences(fingerprint, &seal.fingerprint);
+        if !differences.is_empty() {
+            return Err(damaged(path, "of another run", differences.join("; ")));
+        }
+        Ok(opened)
     }
 
     fn path(&self) -> &Path {
@@ -123,8 +154,12 @@ impl Sealed {
     /// # Errors
     /// As [`Sealed::read`], and for another kind of file.
     pub(super) fn about<T: serde::de::DeserializeOwned>(&self) -> Result<T, TrainError> {
-        let text = self.read(ABOUT)?;
-        serde_json::from_slice(&text).map_err(|e| damaged(self.path(), ABOUT, format!("not of this journal: {e}")))
+        self.json(ABOUT)
+    }
+
+    fn json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, TrainError> {
+        let text = self.read(name)?;
+        serde_json::from_slice(&text).map_err(|e| damaged(self.path(), name, format!("not of this journal: {e}")))
     }
 
     /// Reads everything.
@@ -139,6 +174,24 @@ impl Sealed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_file_is_not_another_one_nor_of_another_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("block-00000.safetensors"), dir.path().join("block-00001.safetensors"));
+        let run = |epochs: u32| json!({"dsq": "1", "options": {"--epochs": epochs}});
+        write(&a, &run(2), vec![], &1).unwrap();
+        assert_eq!(Sealed::open(&a, &run(2)).unwrap().about::<u32>().unwrap(), 1);
+        std::fs::copy(&a, &b).unwrap();
+        for (path, run, words) in [
+            (&b, run(2), "file: expected what was written as block-00001.safetensors, got block-00000.safetensors"),
+            (&a, run(3), "of another run: options.--epochs: expected 3 as in the run, got 2"),
+        ] {
+            let e = Sealed::open(path, &run).unwrap_err();
+            assert!(e.exit_code() == 3 && e.to_string().ends_with(words), "{e}");
+        }
+    }
 
     #[test]
     fn no_changed_byte_passes() {
@@ -148,8 +201,9 @@ mod tests {
         let i32s = TensorData::I32 { shape: vec![3], data: vec![1, -2, 3] };
         let tensors =
             || vec![floats("b".into(), vec![2, 2], data.clone()), NamedTensor { name: "a".into(), data: i32s.clone() }];
-        write(&path, tensors(), &vec!["one", "two"]).unwrap();
-        let open = || Sealed::open(&path).and_then(|f| f.verify().map(|()| f));
+        let run = json!({"options": {"--epochs": 2}});
+        write(&path, &run, tensors(), &vec!["one", "two"]).unwrap();
+        let open = || Sealed::open(&path, &run).and_then(|f| f.verify().map(|()| f));
         let read = |f: &Sealed| {
             let bits: Vec<u32> = f.read_f32("b").unwrap().into_iter().map(f32::to_bits).collect();
             (bits, f.read("a").unwrap(), f.about::<Vec<String>>().unwrap(), f.shape("b"))
