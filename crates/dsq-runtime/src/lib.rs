@@ -15,13 +15,15 @@ mod sampler;
 mod streamed;
 mod tokenizer;
 
-pub use cache::KvCache;
+pub use cache::{KvCache, KvPool, KvType, Sequence, Sight};
 pub use chat::{ChatTemplate, Message};
 pub use cnn::CnnRuntime;
 pub use error::RuntimeError;
 pub use generate::{FinishReason, Generated, generate};
 pub use image::ImageRuntime;
-pub use llama::{LlamaRuntime, Logits};
+pub use llama::{Entry, LlamaRuntime, Logits};
+#[doc(no_inline)]
+pub use dsq_kernels::Activations;
 pub use sampler::{Sampler, Sampling};
 pub use streamed::{streamed_bytes, streamed_logits};
 pub use tokenizer::{Specials, StreamDecoder, TextTokenizer};
