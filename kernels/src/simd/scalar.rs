@@ -69,6 +69,11 @@ impl Simd for Scalar {
         words.map(|w| ((u32::from_le(w) >> (4 * j)) & 15) as f32 - 8.0)
     }
     #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
+        words.map(|w| ((u32::from_le(w) >> (8 * j)) & 255) as f32 - 128.0)
+    }
+    #[inline(always)]
     unsafe fn int8(p: *const u8) -> Self::V {
         unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from)
     }

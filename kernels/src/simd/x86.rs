@@ -84,6 +84,18 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // As signed bytes, moved to the top of their words: the shift back extends the sign.
+            let half = |p: *const u8| {
+                let words = _mm256_xor_si256(_mm256_loadu_si256(p.cast()), _mm256_set1_epi8(-128));
+                let top = _mm256_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * j));
+                _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(top))
+            };
+            [half(p), half(p.add(32))]
+        }
+    }
+    #[inline(always)]
     unsafe fn int8(p: *const u8) -> Self::V {
         unsafe {
             let half = |p: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
@@ -218,6 +230,15 @@ impl Simd for Avx512 {
             let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
             let words = _mm512_loadu_si512(p.cast());
             _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
+        }
+    }
+    #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // See the AVX2 path.
+            let words = _mm512_xor_si512(_mm512_loadu_si512(p.cast()), _mm512_set1_epi32(0x8080_8080u32 as i32));
+            let top = _mm512_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * j));
+            _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top))
         }
     }
     #[inline(always)]
