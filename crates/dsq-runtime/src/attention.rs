@@ -237,14 +237,14 @@ impl Latent {
                 product(mode, &self.input, &[first_q, first_kv], x, m, &mut [&mut latent, &mut kv]);
                 let mut normed = vec![0.0f32; latent.len()];
                 rms_norm(&latent, norm, LATENT_NORM_EPS, &mut normed);
-                product(mode, input, &[b], &mut normed, m, &mut [q]);
+                product(mode, input, &[b], &normed, m, &mut [q]);
             }
         }
         let latent: Vec<f32> = kv.chunks_exact(first_kv.n()).flat_map(|row| &row[..kv_rank]).copied().collect();
         let mut normed = vec![0.0f32; latent.len()];
         rms_norm(&latent, &self.kv_norm, LATENT_NORM_EPS, &mut normed);
         let mut expanded = vec![0.0f32; m * self.kv_b.n()];
-        product(mode, &self.kv_b_input, &[&self.kv_b], &mut normed, m, &mut [&mut expanded]);
+        product(mode, &self.kv_b_input, &[&self.kv_b], &normed, m, &mut [&mut expanded]);
         let (qk, heads) = (self.shape.qk(), c.num_attention_heads);
         for (t, row) in kv.chunks_exact_mut(first_kv.n()).enumerate() {
             let turned = &mut row[kv_rank..];

@@ -438,19 +438,23 @@ pub(crate) fn add_bias(rows: &mut [f32], bias: &Option<Vec<f32>>) {
     }
 }
 
-/// `outs[i] [m, n_i] = x [m, k] * W_i^T`, with the inputs on the grid that the checkpoint stores for them, else as `mode` says. `x` is
-/// spent. A row that has no place on its grid (a value that is not finite) gives NaN.
+/// `outs[i] [m, n_i] = x [m, k] * W_i^T`, with the inputs on the grid that the checkpoint stores for them, else as `mode` says. A row that has no place on its grid (a value that is not finite) gives NaN.
 pub(crate) fn product(
     mode: Activations,
     input: &Option<InputGrid>,
     layers: &[&Linear],
-    x: &mut [f32],
+    x: &[f32],
     m: usize,
     outs: &mut [&mut [f32]],
 ) {
     match input {
         None => matmul_many_in(mode, layers, x, m, outs),
-        Some(grid) => matmul_many_on_grid(grid, layers, x, m, outs),
+        Some(grid) => {
+            if matmul_many_on_grid(grid, layers, x, m, outs).is_err() {
+                // Runs that do not divide the inputs are refused when a checkpoint is opened.
+                outs.iter_mut().for_each(|out| out.fill(f32::NAN));
+            }
+        }
     }
 }
 
