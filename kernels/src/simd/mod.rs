@@ -24,6 +24,8 @@ pub(crate) trait Simd: Copy {
     /// Row blocks (of 16) and tokens of the register tile of the multi-token kernel.
     const TILE_BLOCKS: usize;
     const TILE_TOKENS: usize;
+    /// Vectors of 16 lanes that the registers hold.
+    const VECTORS: usize;
 
     unsafe fn splat(x: f32) -> Self::V;
     /// 64 readable bytes.

@@ -19,6 +19,7 @@ impl Simd for Avx2 {
     type V = [__m256; 2];
     const TILE_BLOCKS: usize = 1;
     const TILE_TOKENS: usize = 6;
+    const VECTORS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -175,6 +176,7 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_BLOCKS: usize = 2;
     const TILE_TOKENS: usize = 12;
+    const VECTORS: usize = 32;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
