@@ -9,7 +9,7 @@ use crate::cache::{KvType, Scratch, Sight};
 use crate::llama::{Part, add_bias, product};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
-use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend, put_rows};
+use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend_paged};
 use dsq_kernels::elementwise::rms_norm;
 use dsq_kernels::{Activations, Linear};
 use dsq_quant::{InputGrid, KvGrid};
@@ -128,8 +128,8 @@ impl Attention {
                 return Err(RuntimeError::Numerics { what, value });
             }
         }
-        put_rows(cache, batch, k, v);
-        attend(cache, batch, q, c.num_attention_heads, mixed);
+        cache.put_rows(batch, k, v);
+        attend_paged(cache, batch, q, c.num_attention_heads, mixed);
         product(mode, &self.o_input, &[&self.o], mixed, positions.len(), &mut [&mut *delta]);
         add_bias(delta, &self.o_bias);
         Ok(())

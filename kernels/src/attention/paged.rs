@@ -7,6 +7,7 @@
 //!   [`QuantArgs::quantize`](dsq_quant::QuantArgs::quantize) gives: an i8, or the byte of an E4M3 number.
 //! - Padding, and positions that no query sees, may hold anything: they reach no result.
 
+use super::fused::Queries;
 use crate::memory::Lines;
 use crate::simd::LANES;
 use dsq_quant::{KvGrid, QuantType};
@@ -202,6 +203,24 @@ impl PagedLayer {
             }
             for (to, &x) in to_values[lane * row..].chunks_exact_mut(N).zip(&value[head * width..][..width]) {
                 to.copy_from_slice(&v(x));
+            }
+        }
+    }
+
+    /// [`PagedLayer::put`] of the rows of all `sequences` (`keys [rows, kv_heads, d]`, `values [rows, kv_heads, value]`, rows as in
+    /// [`super::attend_paged`]) at their positions; blocks that are written belong to one sequence each.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn put_rows(&mut self, sequences: &[Queries<'_>], keys: &[f32], values: &[f32]) {
+        let [k, v] = [self.d, self.value].map(|width| self.kv_heads * width);
+        let rows: usize = sequences.iter().map(|s| s.tokens).sum();
+        assert!(keys.len() == rows * k && values.len() == rows * v, "rows of keys and values");
+        let mut row = 0;
+        for s in sequences {
+            for t in 0..s.tokens {
+                self.put(s.table, s.past + t, &keys[row * k..][..k], &values[row * v..][..v]);
+                row += 1;
             }
         }
     }
