@@ -43,6 +43,7 @@ pub(crate) struct Rounded {
     codes: Vec<u64>,
     scales: Vec<f32>,
     sums: Vec<i32>,
+    starts: Vec<i32>,
     /// Half of a segment of 64 is -128 throughout: sixteen bits do not hold its product with the smallest weights.
     wide: bool,
 }
@@ -58,6 +59,8 @@ pub(crate) struct Tile {
     pub scales: *const f32,
     /// `[segment][token]`, two i16 each.
     pub sums: *const i32,
+    /// `[segment][token]`: minus 8 times the codes, where the sum of symmetric INT4 starts.
+    pub starts: *const i32,
 }
 
 thread_local! {
@@ -89,10 +92,12 @@ impl Rounded {
         grow(&mut self.codes, m * octets);
         grow(&mut self.scales, m * p.segments.len());
         grow(&mut self.sums, m * p.segments.len());
+        grow(&mut self.starts, m * p.segments.len());
         let places = Places {
             codes: OutPtr(self.codes.as_mut_ptr().cast()),
             scales: OutPtr(self.scales.as_mut_ptr()),
             sums: OutPtr(self.sums.as_mut_ptr().cast()),
+            starts: OutPtr(self.starts.as_mut_ptr().cast()),
         };
         let wide = AtomicBool::new(false);
         let tokens = |range: std::ops::Range<usize>| {
@@ -113,6 +118,7 @@ impl Rounded {
                             let cell = first * self.segments + i * tokens + t;
                             *places.scales.get().add(cell) = scale;
                             *places.sums.get().cast::<i32>().add(cell) = sum;
+                            *places.starts.get().cast::<i32>().add(cell) = 8 * (i32::from(sum as i16) + (sum >> 16));
                             sum
                         };
                         let lowest = i32::from(i16::MAX) + 1;
@@ -148,6 +154,7 @@ impl Rounded {
             codes: self.codes[first * self.octets..].as_ptr().cast(),
             scales: self.scales[first * self.segments..].as_ptr(),
             sums: self.sums[first * self.segments..].as_ptr(),
+            starts: self.starts[first * self.segments..].as_ptr(),
         }
     }
 }
@@ -157,6 +164,7 @@ struct Places {
     codes: OutPtr,
     scales: OutPtr,
     sums: OutPtr,
+    starts: OutPtr,
 }
 
 fn grow<T: Copy + Default>(v: &mut Vec<T>, len: usize) {

@@ -38,13 +38,12 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
     unsafe {
         let nibbles = _mm512_set1_epi8(15);
         let zeros = p.scales.as_ref().map(|s| &s.zeros).filter(|z| z.len() > 0);
-        let plain = _mm512_set1_epi16(offset(p) as i16);
         let mut w = p.weights.as_ptr().add(block * p.block_bytes);
-        let (mut x, mut scales, mut sums) = (tile.codes, tile.scales, tile.sums);
+        let (mut x, mut scales, mut sums, mut starts) = (tile.codes, tile.scales, tile.sums, tile.starts);
         let mut totals = [_mm512_setzero_ps(); T];
         for s in &p.segments {
             let minus = match zeros {
-                None => plain,
+                None => _mm512_setzero_si512(),
                 Some(z) => {
                     let z = z.as_ptr().add((block * p.groups + s.group) * BLOCK);
                     let z = _mm512_cvtepi8_epi32(_mm_loadu_si128(z.cast()));
@@ -57,7 +56,11 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
             // With few tokens a second chain of sums hides the latency of the first.
             let mut odd = [_mm512_setzero_si512(); T];
             for t in 0..T {
-                even[t] = _mm512_madd_epi16(_mm512_set1_epi32(*sums.add(t)), minus);
+                even[t] = match zeros {
+                    None if INT8 => _mm512_slli_epi32::<4>(_mm512_set1_epi32(*starts.add(t))),
+                    None => _mm512_set1_epi32(*starts.add(t)),
+                    Some(_) => _mm512_madd_epi16(_mm512_set1_epi32(*sums.add(t)), minus),
+                };
             }
             for _ in 0..octets(s) {
                 let (lo, hi) = if INT8 {
@@ -69,14 +72,16 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
                     let words = _mm512_loadu_si512(w.cast());
                     (_mm512_and_si512(words, nibbles), _mm512_and_si512(_mm512_srli_epi32::<4>(words), nibbles))
                 };
+                let quad =
+                    |t: usize, j: usize| _mm512_set1_epi32(x.add(t * OCTET + 4 * j).cast::<i32>().read_unaligned());
                 for t in 0..T {
-                    let quads = x.add(t * OCTET).cast::<i32>();
-                    even[t] = _mm512_dpbusd_epi32(even[t], lo, _mm512_set1_epi32(quads.read_unaligned()));
-                    let hi_x = _mm512_set1_epi32(quads.add(1).read_unaligned());
+                    even[t] = _mm512_dpbusd_epi32(even[t], lo, quad(t, 0));
+                }
+                for t in 0..T {
                     if T <= 6 {
-                        odd[t] = _mm512_dpbusd_epi32(odd[t], hi, hi_x);
+                        odd[t] = _mm512_dpbusd_epi32(odd[t], hi, quad(t, 1));
                     } else {
-                        even[t] = _mm512_dpbusd_epi32(even[t], hi, hi_x);
+                        even[t] = _mm512_dpbusd_epi32(even[t], hi, quad(t, 1));
                     }
                 }
                 w = w.add(if INT8 { 128 } else { 64 });
@@ -90,6 +95,7 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
             }
             scales = scales.add(T);
             sums = sums.add(T);
+            starts = starts.add(T);
         }
         for (t, &total) in totals.iter().enumerate() {
             store_row::<Avx512>(p, block, total, out.add((tile.first + t) * p.n));

@@ -331,13 +331,25 @@ unsafe fn unpack<S: Simd, C: Codes>(p: &Panels, block: usize, s: &Segment, to: *
     unsafe {
         let from = p.weights.as_ptr().add(block * p.block_bytes + s.octet * C::BYTES);
         let zero = zero::<S>(p, block, s.group);
-        for i in 0..s.len {
-            let q = C::column::<S>(from.add(i / OCTET * C::BYTES), i % OCTET);
-            let q = match zero {
-                Some(z) => S::sub(q, z),
-                None => q,
+        // No closure: one that is not inlined would lack the path's features.
+        macro_rules! put {
+            ($i:expr, $j:expr) => {
+                let q = C::column::<S>(from.add($i / OCTET * C::BYTES), $j);
+                let q = match zero {
+                    Some(z) => S::sub(q, z),
+                    None => q,
+                };
+                S::store(to.add(($i + $j) * stride), q);
             };
-            S::store(to.add(i * stride), q);
+        }
+        let full = s.len / OCTET * OCTET;
+        for i in (0..full).step_by(OCTET) {
+            for_octet!(J => {
+                put!(i, J);
+            });
+        }
+        for j in 0..s.len - full {
+            put!(full, j);
         }
     }
 }
