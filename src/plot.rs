@@ -1,4 +1,4 @@
-//! The loss curve of a run as an SVG file. Not a plotting library: plotters draws.
+//! Curves (the loss of a run, the speed of a model) as an SVG file. Not a plotting library: plotters draws.
 
 use plotters::prelude::*;
 
@@ -6,12 +6,17 @@ use plotters::prelude::*;
 pub struct Series {
     /// Its name in the legend.
     pub name: String,
-    /// (step, loss).
+    /// (x, y).
     pub points: Vec<(f64, f64)>,
 }
 
-/// Draws losses over steps as SVG text. Non-finite points are left out; `None` when nothing is left to draw.
+/// Draws losses over steps, as [`curves`].
 pub fn loss_curve(title: &str, series: &[Series]) -> Option<String> {
+    curves(title, ["step", "loss"], series)
+}
+
+/// Draws series over the axes `[x, y]` as SVG text. Non-finite points are left out; `None` when nothing is left to draw.
+pub fn curves(title: &str, [x, y]: [&str; 2], series: &[Series]) -> Option<String> {
     let finite = |p: &&(f64, f64)| p.0.is_finite() && p.1.is_finite();
     let points: Vec<_> = series.iter().flat_map(|s| s.points.iter().filter(finite)).collect();
     let bounds = |f: fn(&(f64, f64)) -> f64| {
@@ -33,7 +38,7 @@ pub fn loss_curve(title: &str, series: &[Series]) -> Option<String> {
             .y_label_area_size(56)
             .build_cartesian_2d(x0..x1.max(x0 + 1.0), y0 - margin..y1 + margin)
             .ok()?;
-        chart.configure_mesh().x_desc("step").y_desc("loss").draw().ok()?;
+        chart.configure_mesh().x_desc(x).y_desc(y).draw().ok()?;
         for (i, s) in series.iter().enumerate() {
             let color = Palette99::pick(i).to_rgba();
             chart

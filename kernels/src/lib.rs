@@ -24,5 +24,8 @@ pub mod train;
 
 pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
-pub use linear::{FloatLinear, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many};
+pub use linear::{
+    Activations, FloatLinear, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many, matmul_many_in,
+    matmul_many_on_grid,
+};
 pub use team::Team;

@@ -11,3 +11,75 @@ pub mod regress;
 pub mod run;
 pub mod tokenize;
 pub mod train;
+
+use dsq_checkpoint::Checkpoint;
+use dsq_runtime::{Activations, KvPool, KvType, LlamaRuntime, RuntimeError, Sight};
+
+/// How a language model runs: options of every command that runs one.
+#[derive(clap::Args, Debug, Clone)]
+pub struct RuntimeArgs {
+    /// What linear layers multiply with: `float` (W4A16), or `int8`, which rounds their inputs to eight bits, each run of at most 64
+    /// with a scale of its own (W4A8). Inputs that the checkpoint stores a grid for are on that grid either way.
+    #[arg(long, value_enum, default_value_t = ActivationsArg::Float, value_name = "MODE")]
+    activations: ActivationsArg,
+    /// How keys and values are held where the checkpoint stores no grid for them.
+    #[arg(long, value_enum, default_value_t = KvArg::F16, value_name = "TYPE")]
+    kv_type: KvArg,
+    /// Let a token see the last N positions only (and the first ones that --sinks names).
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    window: Option<u32>,
+    /// With --window, positions at the beginning that stay visible (attention sinks).
+    #[arg(long, value_name = "N", default_value_t = 4, requires = "window")]
+    sinks: u32,
+}
+
+#[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
+enum ActivationsArg {
+    Float,
+    Int8,
+}
+
+#[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
+enum KvArg {
+    F32,
+    F16,
+}
+
+impl RuntimeArgs {
+    /// Loads the model in the mode that was asked for.
+    pub fn load(&self, checkpoint: &Checkpoint, threads: usize) -> Result<LlamaRuntime, RuntimeError> {
+        let activations = match self.activations {
+            ActivationsArg::Float => Activations::Float,
+            ActivationsArg::Int8 => Activations::Int8,
+        };
+        Ok(LlamaRuntime::load(checkpoint, threads)?.with_activations(activations))
+    }
+
+    /// The form of keys and values.
+    pub fn kv_type(&self) -> KvType {
+        match self.kv_type {
+            KvArg::F32 => KvType::F32,
+            KvArg::F16 => KvType::F16,
+        }
+    }
+
+    /// Which positions a token sees.
+    pub fn sight(&self) -> Sight {
+        let window = self.window.map(|w| w as usize);
+        Sight { sinks: if window.is_some() { self.sinks as usize } else { 0 }, window }
+    }
+
+    /// Memory for `sequences`, each of at most `len` positions.
+    pub fn new_pool(&self, model: &LlamaRuntime, sequences: usize, len: usize) -> Result<KvPool, RuntimeError> {
+        let positions = sequences * len.next_multiple_of(KvPool::block_len());
+        model.new_pool(positions, len, self.kv_type(), self.sight())
+    }
+
+    /// `float` or `int8`.
+    pub fn activations_name(&self) -> &'static str {
+        match self.activations {
+            ActivationsArg::Float => "float",
+            ActivationsArg::Int8 => "int8",
+        }
+    }
+}

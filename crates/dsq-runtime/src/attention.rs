@@ -5,13 +5,13 @@
 //! comes in. That is `heads * (qk + value)` numbers a position where the latent and its rotated key are `kv_rank + rope`.
 
 use crate::RuntimeError;
-use crate::cache::Scratch;
-use crate::llama::{Part, add_bias, quantize_rows};
+use crate::cache::{KvType, Scratch, Sight};
+use crate::llama::{Part, add_bias, product};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
-use dsq_kernels::attention::{LayerCache, attend};
+use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend_paged};
 use dsq_kernels::elementwise::rms_norm;
-use dsq_kernels::{Linear, matmul_many};
+use dsq_kernels::{Activations, Linear};
 use dsq_quant::{InputGrid, KvGrid};
 
 /// The kinds of attention, with what all of them have.
@@ -67,16 +67,23 @@ pub(crate) fn widths(c: &LlamaConfig) -> [usize; 4] {
     }
 }
 
-/// The cache of a layer for `positions`.
-pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, positions: usize) -> LayerCache {
+/// The cache of a layer, of so many blocks.
+pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, blocks: usize, kv: KvType, sight: Sight) -> PagedLayer {
+    let format = layer.kv.map_or(kv.format(), KvFormat::Codes);
     let cache = match &c.latent {
-        None => LayerCache::new(positions, c.num_key_value_heads, c.head_dim, layer.kv),
+        None => {
+            let scale = 1.0 / (c.head_dim as f32).sqrt();
+            PagedLayer::new(blocks, c.num_key_value_heads, [c.head_dim; 2], scale, format)
+        }
         Some(a) => {
             let scale = c.attention_scale() as f32;
-            LayerCache::sized(positions, c.num_attention_heads, [a.qk(), a.value], scale, layer.kv)
+            PagedLayer::new(blocks, c.num_attention_heads, [a.qk(), a.value], scale, format)
         }
     };
-    cache.windowed(layer.window)
+    // A window of the model's own has no sinks: the model was trained without what lies before it.
+    let sinks = if layer.window.is_none() && sight.window.is_some() { sight.sinks } else { 0 };
+    let window = layer.window.into_iter().chain(sight.window).min();
+    cache.windowed(window).with_sinks(sinks)
 }
 
 impl Attention {
@@ -92,38 +99,39 @@ impl Attention {
         Ok(Self { kind, o, o_input, o_bias, kv: model.kv_grid(i)?, window: config.window(i) })
     }
 
-    /// What attention adds to the residual stream, in the place of its normed rows `scratch.normed [m, d]`; keys and values go into
-    /// the cache behind the `past` positions that it holds.
+    /// What attention adds to the residual stream for its normed rows `scratch.normed [m, d]`, in `scratch.delta`; keys and values go into
+    /// the cache behind those that it holds of each sequence.
     ///
     /// # Errors
-    /// [`RuntimeError::Numerics`] for a key or value that is not finite and has no code in the cache.
+    /// [`RuntimeError::Numerics`] for a key or value that the cache has no form for.
     pub(crate) fn run(
         &self,
         c: &LlamaConfig,
         layer: usize,
-        past: usize,
-        cache: &mut LayerCache,
+        mode: Activations,
+        batch: &[Queries],
+        cache: &mut PagedLayer,
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
-        let Scratch { normed, q, k, v, mixed, .. } = scratch;
-        let m = normed.len() / c.hidden_size;
+        let Scratch { normed, q, k, v, mixed, delta, positions, .. } = scratch;
+        let rows = Rows { c, mode, rope, positions };
         match &self.kind {
-            Kind::Grouped(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]], mixed),
-            Kind::Latent(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]]),
+            Kind::Grouped(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], mixed),
+            Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]]),
         }
-        let [_, k_width, v_width, o_width] = widths(c);
-        for t in 0..m {
-            let (k, v) = (&k[t * k_width..][..k_width], &v[t * v_width..][..v_width]);
-            if self.kv.is_some() {
-                expect_finite(layer, past + t, k, v)?;
+        let format = cache.format();
+        for (what, values) in [("keys", &k), ("values", &v)] {
+            if let Some(value) = format.refused(values) {
+                let form = if matches!(format, KvFormat::F16) { "f16" } else { "codes" };
+                let what = format!("model.layers.{layer}.self_attn: {what} for a cache of {form}");
+                return Err(RuntimeError::Numerics { what, value });
             }
-            cache.put(past + t, k, v);
         }
-        attend(cache, q, c.num_attention_heads, past, mixed);
-        quantize_rows(mixed, o_width, &self.o_input);
-        self.o.matmul(mixed, m, normed);
-        add_bias(normed, &self.o_bias);
+        cache.put_rows(batch, k, v);
+        attend_paged(cache, batch, q, c.num_attention_heads, mixed);
+        product(mode, &self.o_input, &[&self.o], mixed, positions.len(), &mut [&mut *delta]);
+        add_bias(delta, &self.o_bias);
         Ok(())
     }
 
@@ -173,35 +181,22 @@ impl Grouped {
     }
 
     /// Rotated queries and keys, and values; `room` is as wide as the queries.
-    #[allow(clippy::too_many_arguments)]
-    fn heads(
-        &self,
-        c: &LlamaConfig,
-        past: usize,
-        rope: &RopeTable,
-        x: &mut [f32],
-        m: usize,
-        [q, k, v]: [&mut [f32]; 3],
-        room: &mut [f32],
-    ) {
-        quantize_rows(x, c.hidden_size, &self.input);
+    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], room: &mut [f32]) {
+        let m = rows.positions.len();
         let [wq, wk, wv] = &self.qkv;
-        matmul_many(&[wq, wk, wv], x, m, &mut [q, k, v]);
+        product(rows.mode, &self.input, &[wq, wk, wv], x, m, &mut [q, k, v]);
         for (bias, out) in self.bias.iter().zip([&mut *q, &mut *k, &mut *v]) {
             add_bias(out, bias);
         }
         if let Some(norms) = &self.head_norms {
             for (norm, heads) in norms.iter().zip([&mut *q, &mut *k]) {
                 let out = &mut room[..heads.len()];
-                rms_norm(heads, norm, c.rms_norm_eps, out);
+                rms_norm(heads, norm, rows.c.rms_norm_eps, out);
                 heads.copy_from_slice(out);
             }
         }
-        let (q_width, k_width) = (q.len() / m, k.len() / m);
-        for t in 0..m {
-            rope.rotate(&mut q[t * q_width..][..q_width], past + t);
-            rope.rotate(&mut k[t * k_width..][..k_width], past + t);
-        }
+        rows.rope.rotate_rows(q, rows.positions);
+        rows.rope.rotate_rows(k, rows.positions);
     }
 }
 
@@ -229,46 +224,37 @@ impl Latent {
     }
 
     /// Queries and keys whose last parts are rotated, and values, of all heads.
-    fn heads(
-        &self,
-        c: &LlamaConfig,
-        past: usize,
-        rope: &RopeTable,
-        x: &mut [f32],
-        m: usize,
-        [q, k, v]: [&mut [f32]; 3],
-    ) {
+    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3]) {
+        let Rows { c, mode, rope, positions } = *rows;
+        let m = positions.len();
         let Shape { kv_rank, nope, value, interleaved, .. } = self.shape;
         let [first_q, first_kv] = &self.first;
-        quantize_rows(x, c.hidden_size, &self.input);
         let mut kv = vec![0.0f32; m * first_kv.n()];
         match &self.q_b {
-            None => matmul_many(&[first_q, first_kv], x, m, &mut [q, &mut kv]),
+            None => product(mode, &self.input, &[first_q, first_kv], x, m, &mut [q, &mut kv]),
             Some((norm, b, input)) => {
                 let mut latent = vec![0.0f32; m * norm.len()];
-                matmul_many(&[first_q, first_kv], x, m, &mut [&mut latent, &mut kv]);
+                product(mode, &self.input, &[first_q, first_kv], x, m, &mut [&mut latent, &mut kv]);
                 let mut normed = vec![0.0f32; latent.len()];
                 rms_norm(&latent, norm, LATENT_NORM_EPS, &mut normed);
-                quantize_rows(&mut normed, norm.len(), input);
-                b.matmul(&normed, m, q);
+                product(mode, input, &[b], &normed, m, &mut [q]);
             }
         }
         let latent: Vec<f32> = kv.chunks_exact(first_kv.n()).flat_map(|row| &row[..kv_rank]).copied().collect();
         let mut normed = vec![0.0f32; latent.len()];
         rms_norm(&latent, &self.kv_norm, LATENT_NORM_EPS, &mut normed);
-        quantize_rows(&mut normed, kv_rank, &self.kv_b_input);
         let mut expanded = vec![0.0f32; m * self.kv_b.n()];
-        self.kv_b.matmul(&normed, m, &mut expanded);
+        product(mode, &self.kv_b_input, &[&self.kv_b], &normed, m, &mut [&mut expanded]);
         let (qk, heads) = (self.shape.qk(), c.num_attention_heads);
         for (t, row) in kv.chunks_exact_mut(first_kv.n()).enumerate() {
             let turned = &mut row[kv_rank..];
-            rope.rotate_as(turned, past + t, interleaved);
+            rope.rotate_as(turned, positions[t], interleaved);
             let expanded = expanded[t * self.kv_b.n()..].chunks_exact(nope + value);
             let q = q[t * heads * qk..][..heads * qk].chunks_exact_mut(qk);
             let k = k[t * heads * qk..][..heads * qk].chunks_exact_mut(qk);
             let v = v[t * heads * value..][..heads * value].chunks_exact_mut(value);
             for (((q, k), v), from) in q.zip(k).zip(v).zip(expanded) {
-                rope.rotate_as(&mut q[nope..], past + t, interleaved);
+                rope.rotate_as(&mut q[nope..], positions[t], interleaved);
                 k[..nope].copy_from_slice(&from[..nope]);
                 k[nope..].copy_from_slice(turned);
                 v.copy_from_slice(&from[nope..]);
@@ -277,15 +263,11 @@ impl Latent {
     }
 }
 
-/// Refuses what a cache of codes could only store as another number. (In a float cache it makes the logits NaN.)
-fn expect_finite(layer: usize, position: usize, k: &[f32], v: &[f32]) -> Result<(), RuntimeError> {
-    match k.iter().chain(v).find(|x| !x.is_finite()) {
-        None => Ok(()),
-        Some(&value) => Err(RuntimeError::Numerics {
-            what: format!(
-                "model.layers.{layer}.self_attn: keys and values of position {position} for a cache of codes"
-            ),
-            value,
-        }),
-    }
+/// What the rows of a forward pass have in common.
+struct Rows<'a> {
+    c: &'a LlamaConfig,
+    mode: Activations,
+    rope: &'a RopeTable,
+    /// The position of each row in its sequence.
+    positions: &'a [usize],
 }

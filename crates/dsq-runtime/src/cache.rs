@@ -1,20 +1,62 @@
-//! The memory of one sequence: keys and values of every layer in blocks of 16 positions, allocated once, as f32 or as the
-//! codes of the model's KV scheme, and the buffers of a forward pass. Not shared between sequences.
+//! The memory of sequences: keys and values of every layer in blocks of positions, allocated once for all sequences, which own
+//! blocks by number and may share full ones. Not the kernels that read them (see `dsq_kernels::attention`), not which sequence
+//! gets blocks when (see `engine.rs`).
 
 use crate::rope::RopeTable;
-use dsq_kernels::attention::LayerCache;
+use crate::{LlamaRuntime, RuntimeError};
+use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
 
-/// Keys and values of a sequence. Made by [`crate::LlamaRuntime::new_cache`] for one model.
-#[derive(Debug, Clone)]
-pub struct KvCache {
-    pub(crate) layers: Vec<LayerCache>,
-    pub(crate) rope: RopeTable,
-    pub(crate) len: usize,
-    pub(crate) capacity: usize,
-    pub(crate) scratch: Scratch,
+/// How a model's keys and values are held where its checkpoint says nothing (a checkpoint's own grids always hold).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvType {
+    /// As they are computed.
+    #[default]
+    F32,
+    /// Rounded to f16, as llama.cpp holds them: half the memory and half the reading.
+    F16,
 }
 
-impl KvCache {
+impl KvType {
+    pub(crate) fn format(self) -> KvFormat {
+        match self {
+            Self::F32 => KvFormat::F32,
+            Self::F16 => KvFormat::F16,
+        }
+    }
+}
+
+/// Which positions a token sees, beyond the model's own windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sight {
+    /// The first positions, which stay visible (attention sinks, arXiv:2309.17453). Without a window all are.
+    pub sinks: usize,
+    /// The last positions, its own among them; `None`: all.
+    pub window: Option<usize>,
+}
+
+/// Keys and values of all sequences of a model, allocated once by [`LlamaRuntime::new_pool`].
+#[derive(Debug)]
+pub struct KvPool {
+    pub(crate) layers: Vec<PagedLayer>,
+    pub(crate) rope: RopeTable,
+    /// Positions of the longest sequence.
+    pub(crate) longest: usize,
+    pub(crate) scratch: Scratch,
+    /// Blocks that nobody has; the next one is the last.
+    free: Vec<u32>,
+    /// Sequences (and whoever [`KvPool::retain`]s) that have each block.
+    users: Vec<u32>,
+}
+
+/// A sequence's blocks and length. It belongs to the pool that made it, which it must be given back to
+/// ([`KvPool::release`]): dropped, its blocks are lost to the pool.
+#[derive(Debug, Default)]
+pub struct Sequence {
+    pub(crate) table: Vec<u32>,
+    pub(crate) len: usize,
+}
+
+impl Sequence {
     /// Positions that are filled.
     pub fn len(&self) -> usize {
         self.len
@@ -25,6 +67,196 @@ impl KvCache {
         self.len == 0
     }
 
+    /// Its blocks, in the order of the positions.
+    pub fn blocks(&self) -> &[u32] {
+        &self.table
+    }
+}
+
+impl KvPool {
+    pub(crate) fn new(layers: Vec<PagedLayer>, rope: RopeTable, longest: usize, blocks: usize) -> Self {
+        let free = (0..blocks as u32).rev().collect();
+        Self { layers, rope, longest, scratch: Scratch::default(), free, users: vec![0; blocks] }
+    }
+
+    /// Positions of a block.
+    pub const fn block_len() -> usize {
+        BLOCK
+    }
+
+    /// Blocks in all.
+    pub fn blocks(&self) -> usize {
+        self.users.len()
+    }
+
+    /// Blocks that nobody has.
+    pub fn free_blocks(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Positions of the longest sequence.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Bytes held in memory.
+    pub fn bytes(&self) -> usize {
+        let lists = (self.free.capacity() + self.users.capacity()) * size_of::<u32>();
+        self.layers.iter().map(PagedLayer::bytes).sum::<usize>() + self.rope.bytes() + self.scratch.bytes() + lists
+    }
+
+    /// How keys and values are held: `f32`, `f16`, or the type of their codes (`int8`, `fp8`...), of the first layer.
+    pub fn format_name(&self) -> String {
+        match self.layers.first().map(PagedLayer::format) {
+            None | Some(KvFormat::F32) => "f32".into(),
+            Some(KvFormat::F16) => "f16".into(),
+            Some(KvFormat::Codes(grid)) => grid.args.qtype.name().to_ascii_lowercase(),
+        }
+    }
+
+    /// Bytes that a decoded token reads of a sequence of which `positions` are filled: keys and values of all layers, as far as it
+    /// sees.
+    pub fn bytes_read(&self, positions: f64) -> f64 {
+        let of = |l: &PagedLayer| {
+            let seen = l.window().map_or(positions, |w| positions.min((w + l.sinks()) as f64));
+            l.block_bytes() as f64 / BLOCK as f64 * seen
+        };
+        self.layers.iter().map(of).sum()
+    }
+
+    /// An empty sequence.
+    pub fn new_sequence(&self) -> Sequence {
+        Sequence { table: Vec::with_capacity(self.longest.div_ceil(BLOCK)), len: 0 }
+    }
+
+    /// Blocks that `sequence` lacks for `len` positions.
+    pub fn lacking(&self, sequence: &Sequence, len: usize) -> usize {
+        len.div_ceil(BLOCK).saturating_sub(sequence.table.len())
+    }
+
+    /// Gives `sequence` the blocks of `len` positions, or changes nothing and says false.
+    pub(crate) fn grow(&mut self, sequence: &mut Sequence, len: usize) -> bool {
+        let lacking = self.lacking(sequence, len);
+        if lacking > self.free.len() {
+            return false;
+        }
+        for _ in 0..lacking {
+            let Some(block) = self.free.pop() else { return false };
+            self.users[block as usize] = 1;
+            sequence.table.push(block);
+        }
+        true
+    }
+
+    /// A sequence with the first `len` positions of another: its full blocks are shared, the rest of a block is copied. What both
+    /// then append is their own. `None` where a block for the copy is lacking.
+    pub fn fork(&mut self, of: &Sequence, len: usize) -> Option<Sequence> {
+        let len = len.min(of.len);
+        let full = len / BLOCK;
+        let mut sequence = self.share(&of.table[..full]);
+        if !len.is_multiple_of(BLOCK) {
+            if !self.grow(&mut sequence, len) {
+                self.release(sequence);
+                return None;
+            }
+            for layer in &mut self.layers {
+                layer.copy_block(of.table[full], sequence.table[full]);
+            }
+        }
+        sequence.len = len;
+        Some(sequence)
+    }
+
+    /// A sequence that begins with full blocks of others.
+    pub fn share(&mut self, blocks: &[u32]) -> Sequence {
+        let mut sequence = self.new_sequence();
+        for &block in blocks {
+            self.retain(block);
+            sequence.table.push(block);
+        }
+        sequence.len = blocks.len() * BLOCK;
+        sequence
+    }
+
+    /// Keeps a block that a sequence has, beyond the sequence; to be undone by [`KvPool::drop_block`].
+    pub fn retain(&mut self, block: u32) {
+        self.users[block as usize] += 1;
+    }
+
+    /// Undoes [`KvPool::retain`].
+    pub fn drop_block(&mut self, block: u32) {
+        let users = &mut self.users[block as usize];
+        *users -= 1;
+        if *users == 0 {
+            self.free.push(block);
+        }
+    }
+
+    /// How many have a block.
+    pub fn users(&self, block: u32) -> u32 {
+        self.users[block as usize]
+    }
+
+    /// Forgets all positions of a sequence from `len` on and gives back the blocks that it then does not need. A block that it
+    /// shares with others and would write into is copied first; where there is none for the copy, `len` becomes the start of the
+    /// block, whose positions have to be computed again.
+    pub fn truncate(&mut self, sequence: &mut Sequence, len: usize) {
+        sequence.len = sequence.len.min(len);
+        while sequence.table.len() > sequence.len.div_ceil(BLOCK) {
+            if let Some(block) = sequence.table.pop() {
+                self.drop_block(block);
+            }
+        }
+        let Some(&last) = sequence.table.last() else { return };
+        if sequence.len.is_multiple_of(BLOCK) || self.users(last) == 1 {
+            return;
+        }
+        sequence.table.pop();
+        if self.free.is_empty() {
+            sequence.len = sequence.table.len() * BLOCK;
+        } else {
+            let len = sequence.len;
+            self.grow(sequence, len);
+            for layer in &mut self.layers {
+                layer.copy_block(last, sequence.table[sequence.table.len() - 1]);
+            }
+        }
+        self.drop_block(last);
+    }
+
+    /// Takes the blocks of a sequence back.
+    pub fn release(&mut self, mut sequence: Sequence) {
+        for block in sequence.table.drain(..) {
+            self.drop_block(block);
+        }
+    }
+}
+
+/// Keys and values of one sequence with memory of its own. Made by [`LlamaRuntime::new_cache`] for one model.
+#[derive(Debug)]
+pub struct KvCache {
+    pub(crate) pool: KvPool,
+    pub(crate) sequence: Sequence,
+    capacity: usize,
+}
+
+impl KvCache {
+    pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, sight: Sight) -> Result<Self, RuntimeError> {
+        let pool = model.new_pool(tokens.next_multiple_of(BLOCK), tokens, kv, sight)?;
+        let sequence = pool.new_sequence();
+        Ok(Self { pool, sequence, capacity: tokens })
+    }
+
+    /// Positions that are filled.
+    pub fn len(&self) -> usize {
+        self.sequence.len()
+    }
+
+    /// Whether no position is filled.
+    pub fn is_empty(&self) -> bool {
+        self.sequence.is_empty()
+    }
+
     /// Positions that fit.
     pub fn capacity(&self) -> usize {
         self.capacity
@@ -32,16 +264,21 @@ impl KvCache {
 
     /// Forgets all positions from `len` on; 0 starts a new sequence. What remains gives the same bits as a fresh run.
     pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
+        self.pool.truncate(&mut self.sequence, len);
     }
 
     /// Bytes held in memory.
     pub fn bytes(&self) -> usize {
-        self.layers.iter().map(LayerCache::bytes).sum::<usize>() + self.rope.bytes() + self.scratch.bytes()
+        self.pool.bytes()
+    }
+
+    /// As [`KvPool::bytes_read`].
+    pub fn bytes_read(&self, positions: f64) -> f64 {
+        self.pool.bytes_read(positions)
     }
 }
 
-/// Buffers of a forward pass over `m` tokens; they grow to the largest chunk seen and stay.
+/// Buffers of a forward pass; they grow to the largest chunk seen and stay.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Scratch {
     pub hidden: Vec<f32>,
@@ -53,23 +290,24 @@ pub(crate) struct Scratch {
     pub gate: Vec<f32>,
     pub up: Vec<f32>,
     pub ffn: Vec<f32>,
+    /// What the last block of a layer adds to the residual stream.
+    pub delta: Vec<f32>,
+    /// The position of each row.
+    pub positions: Vec<usize>,
 }
 
 impl Scratch {
-    fn all(&mut self) -> [&mut Vec<f32>; 9] {
-        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn } = self;
-        [hidden, normed, q, k, v, mixed, gate, up, ffn]
-    }
-
     /// Sets the lengths for `m` tokens of the given row widths, in the order of the fields.
-    pub(crate) fn resize(&mut self, m: usize, widths: [usize; 9]) {
-        for (buffer, width) in self.all().into_iter().zip(widths) {
+    pub(crate) fn resize(&mut self, m: usize, widths: [usize; 10]) {
+        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, .. } = self;
+        for (buffer, width) in [hidden, normed, q, k, v, mixed, gate, up, ffn, delta].into_iter().zip(widths) {
             buffer.resize(m * width, 0.0);
         }
     }
 
     fn bytes(&self) -> usize {
-        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn } = self;
-        [hidden, normed, q, k, v, mixed, gate, up, ffn].iter().map(|b| b.capacity() * size_of::<f32>()).sum()
+        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, positions } = self;
+        let floats = [hidden, normed, q, k, v, mixed, gate, up, ffn, delta].iter().map(|b| b.capacity()).sum::<usize>();
+        floats * size_of::<f32>() + positions.capacity() * size_of::<usize>()
     }
 }

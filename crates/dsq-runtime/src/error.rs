@@ -36,6 +36,14 @@ pub enum RuntimeError {
         /// Number asked for.
         got: usize,
     },
+    /// A pool of keys and values that is full (exit code 5).
+    #[error("KV cache: expected at most {free} new blocks (what is free), got {needed}")]
+    NoBlocks {
+        /// Blocks that the step needs.
+        needed: usize,
+        /// Blocks that are free.
+        free: usize,
+    },
     /// A model that this runtime does not run (exit code 3).
     #[error("{file}: {problem}")]
     Model {
@@ -71,6 +79,7 @@ impl RuntimeError {
         match self {
             Self::Input { .. } | Self::TooLong { .. } => 2,
             Self::Tokenizer { .. } | Self::Model { .. } | Self::Quant { .. } => 3,
+            Self::NoBlocks { .. } => 5,
             Self::Numerics { .. } => 6,
             Self::Checkpoint(e) => e.exit_code(),
         }

@@ -5,10 +5,10 @@
 //! added in increasing order, whatever tokens they share a product with.
 
 use crate::RuntimeError;
-use crate::llama::{Part, add, add_bias, linear, quantize_rows};
+use crate::llama::{Part, add_bias, linear, product};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
-use dsq_kernels::elementwise::silu_mul;
-use dsq_kernels::{Linear, matmul_many};
+use dsq_kernels::elementwise::{add, silu_mul};
+use dsq_kernels::{Activations, Linear};
 use dsq_quant::InputGrid;
 
 /// What follows attention in a layer.
@@ -56,19 +56,17 @@ impl Block {
     }
 
     /// The outputs `out [m, d]` for `x [m, d]`, which is put on its grid in place.
-    fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+    fn run(&self, mode: Activations, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
         let [gate_up, down] = &self.inputs;
         let [wg, wu] = &self.gate_up;
         let width = m * wg.n();
         let (gate, up, ffn) = (&mut room.gate[..width], &mut room.up[..width], &mut room.ffn[..width]);
-        quantize_rows(x, wg.k(), gate_up);
         let [gate_bias, up_bias, down_bias] = &self.bias;
-        matmul_many(&[wg, wu], x, m, &mut [&mut *gate, &mut *up]);
+        product(mode, gate_up, &[wg, wu], x, m, &mut [&mut *gate, &mut *up]);
         add_bias(gate, gate_bias);
         add_bias(up, up_bias);
         silu_mul(gate, up, ffn);
-        quantize_rows(ffn, wg.n(), down);
-        self.down.matmul(ffn, m, out);
+        product(mode, down, &[&self.down], ffn, m, &mut [&mut *out]);
         add_bias(out, down_bias);
     }
 
@@ -102,10 +100,10 @@ impl FeedForward {
     }
 
     /// The outputs `out [m, d]` for the normed `x [m, d]`, which is spent.
-    pub(crate) fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+    pub(crate) fn run(&self, mode: Activations, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
         match self {
-            Self::Dense(block) => block.run(x, m, room, out),
-            Self::Experts(experts) => experts.run(x, m, room, out),
+            Self::Dense(block) => block.run(mode, x, m, room, out),
+            Self::Experts(experts) => experts.run(mode, x, m, room, out),
         }
     }
 
@@ -147,7 +145,7 @@ impl FeedForward {
 }
 
 impl Experts {
-    fn run(&self, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
+    fn run(&self, mode: Activations, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
         let (d, count) = (self.router.k(), self.experts.len());
         let mut logits = vec![0.0f32; m * count];
         self.router.matmul(x, m, &mut logits);
@@ -166,14 +164,14 @@ impl Experts {
             for ((t, _), row) in tokens.iter().zip(rows.chunks_exact_mut(d)) {
                 row.copy_from_slice(&x[t * d..][..d]);
             }
-            block.run(rows, tokens.len(), room, outs);
+            block.run(mode, rows, tokens.len(), room, outs);
             for ((t, weight), y) in tokens.iter().zip(outs.chunks_exact(d)) {
                 out[t * d..][..d].iter_mut().zip(y).for_each(|(o, y)| *o += weight * y);
             }
         }
         if let Some(shared) = &self.shared {
             let mut outs = vec![0.0f32; m * d];
-            shared.run(x, m, room, &mut outs);
+            shared.run(mode, x, m, room, &mut outs);
             add(out, &outs);
         }
     }

@@ -19,15 +19,17 @@ mod streamed;
 mod strftime;
 mod tokenizer;
 
-pub use cache::KvCache;
+pub use cache::{KvCache, KvPool, KvType, Sequence, Sight};
 pub use chat::{Chat, ChatTemplate, Message};
 pub use cnn::CnnRuntime;
+#[doc(no_inline)]
+pub use dsq_kernels::Activations;
 pub use error::RuntimeError;
 pub use fim::FillInMiddle;
 pub use generate::{FinishReason, Generated, generate};
 pub use image::ImageRuntime;
 pub use json::Json;
-pub use llama::{LlamaRuntime, Logits};
+pub use llama::{Entry, LlamaRuntime, Logits};
 pub use sampler::{Sampler, Sampling};
 pub use stop::{StopStrings, TextStream};
 pub use streamed::{streamed_bytes, streamed_logits};

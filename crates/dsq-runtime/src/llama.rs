@@ -2,18 +2,17 @@
 //! head. Not attention (see `attention.rs`) and feed-forward blocks (`feed_forward.rs`), not sampling (see `generate.rs`), not the file formats (see `dsq-checkpoint`).
 //!
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
-//! sequence was cut into calls (see the orders in `dsq-kernels`).
+//! sequence was cut into calls, nor on the sequences beside it (see the orders in `dsq-kernels`).
 
 use crate::RuntimeError;
 use crate::attention::{self, Attention};
-use crate::cache::{KvCache, Scratch};
+use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
 use crate::feed_forward::{FeedForward, Room};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
-use dsq_kernels::attention::LayerCache;
-use dsq_kernels::elementwise::rms_norm;
-use dsq_kernels::fake_quant::fake_quant_rows;
-use dsq_kernels::{FloatLinear, Linear, Team};
+use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
+use dsq_kernels::elementwise::{add, add_rms_norm, rms_norm};
+use dsq_kernels::{Activations, FloatLinear, Linear, Team, matmul_many_in, matmul_many_on_grid};
 use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
@@ -23,10 +22,23 @@ pub(crate) const PREFILL: usize = 192;
 /// Which positions' logits a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Logits {
+    /// Of no token (a part of a prompt).
+    None,
     /// Of the last token: `[vocab]`.
     Last,
     /// Of every token: `[tokens, vocab]`.
     All,
+}
+
+/// What one sequence does in a step: `tokens` are appended to it.
+#[derive(Debug)]
+pub struct Entry<'a> {
+    /// The sequence, of the pool that the step is given.
+    pub sequence: &'a mut Sequence,
+    /// At least one token.
+    pub tokens: &'a [u32],
+    /// Which logits the step returns of them.
+    pub logits: Logits,
 }
 
 #[derive(Debug)]
@@ -49,6 +61,7 @@ pub struct LlamaRuntime {
     head_input: Option<InputGrid>,
     /// Width of the widest feed-forward block.
     widest: usize,
+    activations: Activations,
     team: Team,
 }
 
@@ -80,7 +93,17 @@ impl LlamaRuntime {
         })?;
         let head_input = model.input_grid("lm_head")?;
         let widest = (0..config.num_hidden_layers).map(|i| config.widest_block(i)).max().unwrap_or(0);
-        Ok(Self { config, embedding, layers, final_norm, head, head_input, widest, team })
+        Ok(Self { config, embedding, layers, final_norm, head, head_input, widest, activations: Activations::Float, team })
+    }
+
+    /// With another form of the activations that go into linear layers whose checkpoint stores none.
+    pub fn with_activations(self, activations: Activations) -> Self {
+        Self { activations, ..self }
+    }
+
+    /// The form of the activations.
+    pub fn activations(&self) -> Activations {
+        self.activations
     }
 
     /// The longest context of a language model, before any weight is read.
@@ -101,98 +124,189 @@ impl LlamaRuntime {
         self.team.threads()
     }
 
-    /// Memory for a sequence of at most `tokens` tokens, allocated now.
+    /// Memory for a sequence of at most `tokens` tokens, allocated now, with keys and values in f32 or as the checkpoint says.
     ///
     /// # Errors
     /// [`RuntimeError::TooLong`] beyond `max_position_embeddings`.
     pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
+        self.new_cache_of(tokens, KvType::F32, Sight::default())
+    }
+
+    /// [`LlamaRuntime::new_cache`] with another form and another sight.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new_cache_of(&self, tokens: usize, kv: KvType, sight: Sight) -> Result<KvCache, RuntimeError> {
+        KvCache::new(self, tokens, kv, sight)
+    }
+
+    /// Memory for `positions` of all sequences together (rounded down to blocks), each of at most `longest`, allocated now.
+    ///
+    /// # Errors
+    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`.
+    pub fn new_pool(&self, positions: usize, longest: usize, kv: KvType, sight: Sight) -> Result<KvPool, RuntimeError> {
         let c = &self.config;
-        if tokens > c.max_position_embeddings {
+        if longest > c.max_position_embeddings {
             let of = match c.rope_scaling {
                 Some(RopeScaling::Dynamic { .. }) => {
                     "max_position_embeddings; dynamic rotary scaling would change the keys that are in the cache beyond it"
                 }
                 _ => "max_position_embeddings",
             };
-            return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: tokens });
+            return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: longest });
         }
-        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, tokens)).collect();
-        let rope = RopeTable::new(tokens, &c.rotary());
-        Ok(KvCache { layers, rope, len: 0, capacity: tokens, scratch: Scratch::default() })
+        let blocks = positions / BLOCK;
+        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, blocks, kv, sight)).collect();
+        Ok(KvPool::new(layers, RopeTable::new(longest, &c.rotary()), longest, blocks))
     }
 
     /// Appends `tokens` to the sequence in `cache` and returns logits.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLong`] when they do not fit; [`RuntimeError::Input`] for no token, an id beyond the vocabulary, or a
-    /// cache of another model; [`RuntimeError::Numerics`] for a key or value that is not finite and has no code in the cache.
-    /// The cache then stays as it was.
+    /// As [`LlamaRuntime::step`]. The cache then stays as it was.
     pub fn forward(&self, tokens: &[u32], cache: &mut KvCache, logits: Logits) -> Result<Vec<f32>, RuntimeError> {
-        let c = &self.config;
-        let input = |problem: String| Err(RuntimeError::Input { what: "tokens", problem });
-        if tokens.is_empty() {
-            return input("expected at least one token, got none".into());
+        let (limit, got) = (cache.capacity(), cache.len() + tokens.len());
+        if got > limit {
+            return Err(RuntimeError::TooLong { what: "tokens", limit, of: "positions of the context", got });
         }
-        if let Some(id) = tokens.iter().find(|&&id| id as usize >= c.vocab_size) {
-            return input(format!("expected ids below the vocabulary's {} rows, got {id}", c.vocab_size));
-        }
-        if cache.layers.len() != self.layers.len() {
-            return input(format!("expected a cache of {} layers, got {}", self.layers.len(), cache.layers.len()));
-        }
-        let attention = self.layers.iter().map(|l| &l.attention);
-        let differs = |(l, c): &(&Attention, &LayerCache)| (l.kv, l.window) != (c.grid(), c.window());
-        if let Some((l, c)) = attention.zip(&cache.layers).find(differs) {
-            let (want, got) = ((l.kv, l.window), (c.grid(), c.window()));
-            return input(format!("expected a cache of this model ({want:?}), got one of another ({got:?})"));
-        }
-        let got = cache.len + tokens.len();
-        if got > cache.capacity {
-            let of = "positions of the context";
-            return Err(RuntimeError::TooLong { what: "tokens", limit: cache.capacity, of, got });
-        }
-        let (mut out, before) = (Vec::new(), cache.len);
-        let done: Result<(), RuntimeError> = self.team.enter(|| {
-            let chunks = tokens.chunks(PREFILL);
-            let last = chunks.len() - 1;
-            for (i, chunk) in chunks.enumerate() {
-                self.run_layers(chunk, cache)?;
-                cache.len += chunk.len();
-                let rows = match logits {
-                    Logits::All => chunk.len(),
-                    Logits::Last => usize::from(i == last),
-                };
-                self.append_logits(rows, &mut cache.scratch, &mut out);
-            }
-            Ok(())
-        });
-        if done.is_err() {
-            cache.len = before;
-        }
-        done.map(|()| out)
+        let KvCache { pool, sequence, .. } = cache;
+        let mut out = Vec::new();
+        self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut out)?;
+        Ok(out)
     }
 
-    fn run_layers(&self, tokens: &[u32], cache: &mut KvCache) -> Result<(), RuntimeError> {
-        let (c, m, past) = (&self.config, tokens.len(), cache.len);
-        let h = c.hidden_size;
-        let [q, k, v, mixed] = attention::widths(c);
-        let KvCache { layers, rope, scratch, .. } = cache;
-        let f = self.widest;
-        scratch.resize(m, [h, h, q, k, v, mixed, f, f, f]);
-        embed(&self.embedding, tokens, &mut scratch.hidden);
-        let mut out = vec![0.0; m * h];
-        for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
-            layer.run(c, i, past, kv, rope, scratch, &mut out)?;
+    /// Appends to each sequence its tokens, all in one pass, and writes the logits that they ask for, entry after entry, in the
+    /// place of what `logits` holds. A sequence gets the bits that it would get alone.
+    ///
+    /// # Errors
+    /// [`RuntimeError::TooLong`] for a sequence beyond the pool's longest; [`RuntimeError::NoBlocks`] where the pool has too few;
+    /// [`RuntimeError::Input`] for no token, an id beyond the vocabulary, or a pool of another model; [`RuntimeError::Numerics`] for a
+    /// key or value that the cache has no form for. The sequences then stay as they were.
+    pub fn step(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
+        logits.clear();
+        self.check(pool, batch)?;
+        let lacking = batch.iter().map(|e| pool.lacking(e.sequence, e.sequence.len + e.tokens.len())).sum();
+        if lacking > pool.free_blocks() {
+            return Err(RuntimeError::NoBlocks { needed: lacking, free: pool.free_blocks() });
+        }
+        for e in batch.iter_mut() {
+            let len = e.sequence.len + e.tokens.len();
+            pool.grow(e.sequence, len);
+        }
+        let before: Vec<usize> = batch.iter().map(|e| e.sequence.len).collect();
+        let done = self.team.enter(|| self.run_chunks(pool, batch, logits));
+        if done.is_err() {
+            for (e, len) in batch.iter_mut().zip(before) {
+                pool.truncate(e.sequence, len);
+            }
+        }
+        done
+    }
+
+    fn check(&self, pool: &KvPool, batch: &[Entry]) -> Result<(), RuntimeError> {
+        let input = |problem: String| Err(RuntimeError::Input { what: "tokens", problem });
+        if pool.layers.len() != self.layers.len() {
+            return input(format!("expected a cache of {} layers, got {}", self.layers.len(), pool.layers.len()));
+        }
+        for (layer, cache) in self.layers.iter().map(|l| &l.attention).zip(&pool.layers) {
+            let grid = match cache.format() {
+                KvFormat::Codes(grid) => Some(grid),
+                KvFormat::F32 | KvFormat::F16 => None,
+            };
+            if layer.kv != grid || layer.window.is_some_and(|w| cache.window().is_none_or(|got| got > w)) {
+                let (want, got) = ((layer.kv, layer.window), (grid, cache.window()));
+                return input(format!("expected a cache of this model ({want:?}), got one of another ({got:?})"));
+            }
+        }
+        for e in batch {
+            if e.tokens.is_empty() {
+                return input("expected at least one token, got none".into());
+            }
+            if let Some(id) = e.tokens.iter().find(|&&id| id as usize >= self.config.vocab_size) {
+                return input(format!("expected ids below the vocabulary's {} rows, got {id}", self.config.vocab_size));
+            }
+            let got = e.sequence.len + e.tokens.len();
+            if got > pool.longest {
+                let of = "positions of the context";
+                return Err(RuntimeError::TooLong { what: "tokens", limit: pool.longest, of, got });
+            }
         }
         Ok(())
     }
 
-    /// Logits of the last `rows` tokens of the chunk in `scratch.hidden`.
-    fn append_logits(&self, rows: usize, scratch: &mut Scratch, out: &mut Vec<f32>) {
-        if rows == 0 {
-            return;
+    /// Takes the batch through the layers, at most [`PREFILL`] tokens at once.
+    fn run_chunks(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
+        // The next entry, and how many of its tokens are done.
+        let (mut first, mut done) = (0, 0);
+        while first < batch.len() {
+            let (mut room, mut last, mut end) = (PREFILL, first, done);
+            while last < batch.len() && room > 0 {
+                let taken = (batch[last].tokens.len() - end).min(room);
+                room -= taken;
+                end += taken;
+                if end < batch[last].tokens.len() {
+                    break;
+                }
+                (last, end) = (last + 1, 0);
+            }
+            // Entries first..last to their ends, and of `last` the tokens up to `end`.
+            let part = |i: usize, len: usize| {
+                let from = if i == first { done } else { 0 };
+                from..if i == last { end } else { len }
+            };
+            let entries = &batch[first..(last + 1).min(batch.len())];
+            let parts = entries.iter().enumerate().map(|(i, e)| (e, part(first + i, e.tokens.len())));
+            let parts: Vec<_> = parts.filter(|(_, p)| !p.is_empty()).collect();
+            self.run_layers(pool, &parts)?;
+            self.append_logits(&parts, &mut pool.scratch, logits);
+            let taken: Vec<usize> = parts.iter().map(|(_, p)| p.len()).collect();
+            for (e, taken) in batch[first..].iter_mut().zip(taken) {
+                e.sequence.len += taken;
+            }
+            (first, done) = (last, end);
         }
-        let head = self.head.as_ref().unwrap_or(&self.embedding);
-        Head { norm: &self.final_norm, matrix: head, input: &self.head_input }.run(&self.config, rows, scratch, out);
+        Ok(())
+    }
+
+    /// Takes parts of the entries' tokens, which come next in their sequences, through the layers.
+    fn run_layers(&self, pool: &mut KvPool, parts: &[(&Entry, std::ops::Range<usize>)]) -> Result<(), RuntimeError> {
+        let (c, m) = (&self.config, parts.iter().map(|(_, p)| p.len()).sum());
+        let h = c.hidden_size;
+        let KvPool { layers, rope, scratch, .. } = pool;
+        scratch.resize(m, widths(c, self.widest));
+        scratch.positions.clear();
+        let mut queries = Vec::with_capacity(parts.len());
+        let mut row = 0;
+        for (e, part) in parts {
+            embed(&self.embedding, &e.tokens[part.clone()], &mut scratch.hidden[row * h..(row + part.len()) * h]);
+            let past = e.sequence.len;
+            scratch.positions.extend(past..past + part.len());
+            queries.push(Queries { table: &e.sequence.table, past, tokens: part.len() });
+            row += part.len();
+        }
+        for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
+            layer.run(c, i, self.activations, &queries, kv, rope, scratch)?;
+        }
+        Ok(())
+    }
+
+    /// Logits of the rows that the entries ask for.
+    fn append_logits(&self, parts: &[(&Entry, std::ops::Range<usize>)], scratch: &mut Scratch, out: &mut Vec<f32>) {
+        let matrix = self.head.as_ref().unwrap_or(&self.embedding);
+        let head = Head { norm: &self.final_norm, matrix, input: &self.head_input, mode: self.activations };
+        let (mut row, mut wanted) = (0, 0);
+        for (e, part) in parts {
+            let rows = match e.logits {
+                Logits::None => row..row,
+                Logits::Last if part.end == e.tokens.len() => row + part.len() - 1..row + part.len(),
+                Logits::Last => row..row,
+                Logits::All => row..row + part.len(),
+            };
+            head.norm(&self.config, rows.clone(), wanted, scratch);
+            wanted += rows.len();
+            row += part.len();
+        }
+        head.run(&self.config, wanted, scratch, out);
     }
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
@@ -212,18 +326,6 @@ impl LlamaRuntime {
         self.resident_bytes() - embedding - idle
     }
 
-    /// Bytes that a decoded token reads of the cache where `positions` are filled: keys and values of all layers, as far as their
-    /// windows go.
-    pub fn kv_bytes(&self, positions: f64) -> f64 {
-        let c = &self.config;
-        let of = |l: &Layer| {
-            let bytes = if l.attention.kv.is_some() { 1 } else { size_of::<f32>() };
-            bytes as f64 * l.attention.window.map_or(positions, |w| positions.min(w as f64))
-        };
-        let [_, k, v, _] = attention::widths(c);
-        (k + v) as f64 * self.layers.iter().map(of).sum::<f64>()
-    }
-
     /// Modules and the kernel that each runs on, and why.
     pub fn kernels(&self) -> Vec<(String, String)> {
         let rounded = |input: &Option<InputGrid>| match input {
@@ -233,7 +335,11 @@ impl LlamaRuntime {
                 format!("; inputs on an {} grid for each token", args.qtype.name())
             }
         };
-        self.linears().map(|(name, l, input)| (name, l.describe() + &rounded(input))).collect()
+        let described = |l: &Linear, input: &Option<InputGrid>| match input {
+            None => l.describe_in(self.activations),
+            Some(grid) => l.describe_on_grid(grid) + &rounded(input),
+        };
+        self.linears().map(|(name, l, input)| (name, described(l, input))).collect()
     }
 
     /// Every layer with its module name and how its input is quantized.
@@ -256,7 +362,7 @@ pub(crate) fn embed(embedding: &Linear, tokens: &[u32], hidden: &mut [f32]) {
 }
 
 impl Layer {
-    /// Takes the residual stream `scratch.hidden [m, d]` through the layer; `out` is room of its size.
+    /// Takes the residual stream `scratch.hidden [m, d]` of the batch through the layer.
     ///
     /// # Errors
     /// As [`Attention::run`].
@@ -265,21 +371,26 @@ impl Layer {
         &self,
         c: &LlamaConfig,
         i: usize,
-        past: usize,
-        kv: &mut LayerCache,
+        mode: Activations,
+        batch: &[Queries],
+        kv: &mut PagedLayer,
         rope: &RopeTable,
         scratch: &mut Scratch,
-        out: &mut [f32],
     ) -> Result<(), RuntimeError> {
         rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
-        self.attention.run(c, i, past, kv, rope, scratch)?;
-        let Scratch { hidden, normed, gate, up, ffn, .. } = scratch;
-        add(hidden, normed);
-        rms_norm(hidden, &self.post_norm, c.rms_norm_eps, normed);
-        self.feed_forward.run(normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn }, out);
-        add(hidden, out);
+        self.attention.run(c, i, mode, batch, kv, rope, scratch)?;
+        let Scratch { hidden, normed, gate, up, ffn, delta, .. } = scratch;
+        add_rms_norm(hidden, delta, &self.post_norm, c.rms_norm_eps, normed);
+        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn }, delta);
+        add(hidden, delta);
         Ok(())
     }
+}
+
+/// Widths of the rows of [`Scratch`], where the widest feed-forward block has `f` values.
+pub(crate) fn widths(c: &LlamaConfig, f: usize) -> [usize; 10] {
+    let (h, [q, k, v, mixed]) = (c.hidden_size, attention::widths(c));
+    [h, h, q, k, v, mixed, f, f, f, h]
 }
 
 /// What comes after the last layer.
@@ -287,19 +398,26 @@ pub(crate) struct Head<'a> {
     pub(crate) norm: &'a [f32],
     pub(crate) matrix: &'a Linear,
     pub(crate) input: &'a Option<InputGrid>,
+    pub(crate) mode: Activations,
 }
 
 impl Head<'_> {
-    /// Appends the logits of the last `rows` tokens in `scratch.hidden`.
-    pub(crate) fn run(&self, c: &LlamaConfig, rows: usize, scratch: &mut Scratch, out: &mut Vec<f32>) {
+    /// Norms rows of `scratch.hidden` into row `to` of `scratch.normed` and those behind it.
+    pub(crate) fn norm(&self, c: &LlamaConfig, rows: std::ops::Range<usize>, to: usize, scratch: &mut Scratch) {
         let h = c.hidden_size;
-        let from = scratch.hidden.len() - rows * h;
-        let normed = &mut scratch.normed[..rows * h];
-        rms_norm(&scratch.hidden[from..], self.norm, c.rms_norm_eps, normed);
-        quantize_rows(normed, h, self.input);
+        let normed = &mut scratch.normed[to * h..(to + rows.len()) * h];
+        rms_norm(&scratch.hidden[rows.start * h..rows.end * h], self.norm, c.rms_norm_eps, normed);
+    }
+
+    /// Appends the logits of the first `rows` rows of `scratch.normed`.
+    pub(crate) fn run(&self, c: &LlamaConfig, rows: usize, scratch: &mut Scratch, out: &mut Vec<f32>) {
+        if rows == 0 {
+            return;
+        }
+        let normed = &mut scratch.normed[..rows * c.hidden_size];
         let at = out.len();
         out.resize(at + rows * c.vocab_size, 0.0);
-        self.matrix.matmul(normed, rows, &mut out[at..]);
+        product(self.mode, self.input, &[self.matrix], normed, rows, &mut [&mut out[at..]]);
     }
 }
 
@@ -313,12 +431,6 @@ pub(crate) fn llama_config(model: &Checkpoint) -> Result<&LlamaConfig, RuntimeEr
     }
 }
 
-pub(crate) fn add(to: &mut [f32], from: &[f32]) {
-    for (a, b) in to.iter_mut().zip(from) {
-        *a += b;
-    }
-}
-
 /// Adds a bias to every row, if there is one.
 pub(crate) fn add_bias(rows: &mut [f32], bias: &Option<Vec<f32>>) {
     if let Some(bias) = bias {
@@ -326,11 +438,23 @@ pub(crate) fn add_bias(rows: &mut [f32], bias: &Option<Vec<f32>>) {
     }
 }
 
-/// Puts the rows of `x [m, k]` on their grid, or each on its own. A row that has none (a value that is not finite) becomes NaN, as
-/// its logits would without.
-pub(crate) fn quantize_rows(x: &mut [f32], k: usize, inputs: &Option<InputGrid>) {
-    if let Some(grid) = inputs {
-        let _ = fake_quant_rows(x, k, grid);
+/// `outs[i] [m, n_i] = x [m, k] * W_i^T`, with the inputs on the grid that the checkpoint stores for them, else as `mode` says. A row that has no place on its grid (a value that is not finite) gives NaN.
+pub(crate) fn product(
+    mode: Activations,
+    input: &Option<InputGrid>,
+    layers: &[&Linear],
+    x: &[f32],
+    m: usize,
+    outs: &mut [&mut [f32]],
+) {
+    match input {
+        None => matmul_many_in(mode, layers, x, m, outs),
+        Some(grid) => {
+            if matmul_many_on_grid(grid, layers, x, m, outs).is_err() {
+                // Runs that do not divide the inputs are refused when a checkpoint is opened.
+                outs.iter_mut().for_each(|out| out.fill(f32::NAN));
+            }
+        }
     }
 }
 

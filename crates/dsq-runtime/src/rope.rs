@@ -2,6 +2,7 @@
 //! angles, which come from the model's config.
 
 use dsq_checkpoint::Rotary;
+use dsq_kernels::elementwise::{Rotation, rotate};
 
 /// Cosines and sines of the positions `0..positions`.
 #[derive(Debug, Clone)]
@@ -17,24 +18,15 @@ impl RopeTable {
         Self { half: rotary.frequencies.len(), cos, sin }
     }
 
-    /// Rotates the heads of one token's row `[heads, d]` in place.
-    pub(crate) fn rotate(&self, row: &mut [f32], position: usize) {
-        let at = position * self.half..(position + 1) * self.half;
-        let (cos, sin) = (&self.cos[at.clone()], &self.sin[at]);
-        for head in row.chunks_exact_mut(2 * self.half) {
-            let (a, b) = head.split_at_mut(self.half);
-            for i in 0..self.half {
-                let (x, y) = (a[i], b[i]);
-                a[i] = x * cos[i] - y * sin[i];
-                b[i] = y * cos[i] + x * sin[i];
-            }
-        }
+    /// Rotates the heads of `rows [m, heads, d]` in place, row `t` at position `positions[t]`.
+    pub(crate) fn rotate_rows(&self, rows: &mut [f32], positions: &[usize]) {
+        rotate(rows, positions, Rotation { cos: &self.cos, sin: &self.sin, half: self.half });
     }
 
-    /// [`RopeTable::rotate`]; pairs are neighbours where heads are `interleaved`.
+    /// Rotates the heads of one token's row in place; pairs are neighbours where heads are `interleaved`.
     pub(crate) fn rotate_as(&self, row: &mut [f32], position: usize, interleaved: bool) {
         if !interleaved {
-            return self.rotate(row, position);
+            return self.rotate_rows(row, &[position]);
         }
         let at = position * self.half..(position + 1) * self.half;
         let (cos, sin) = (&self.cos[at.clone()], &self.sin[at]);
@@ -61,10 +53,10 @@ mod tests {
         let rotary = Rotary { frequencies: vec![1.0, 0.01], attention_factor: 1.0 };
         let table = RopeTable::new(4, &rotary);
         let mut row = [1.0, 2.0, 3.0, 4.0];
-        table.rotate(&mut row, 0);
+        table.rotate_rows(&mut row, &[0]);
         assert_eq!(row, [1.0, 2.0, 3.0, 4.0]);
         // The pairs are (0, 2) and (1, 3).
-        table.rotate(&mut row, 3);
+        table.rotate_rows(&mut row, &[3]);
         let (s, c) = 3f64.sin_cos();
         let (s2, c2) = 0.03f64.sin_cos();
         let want = [c - 3.0 * s, 2.0 * c2 - 4.0 * s2, 3.0 * c + s, 4.0 * c2 + 2.0 * s2];

@@ -3,11 +3,12 @@
 
 use crate::RuntimeError;
 use crate::attention;
-use crate::cache::Scratch;
-use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config};
+use crate::cache::{KvType, Scratch, Sight};
+use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config, widths};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LlamaConfig};
-use dsq_kernels::Team;
+use dsq_kernels::attention::{BLOCK, Queries};
+use dsq_kernels::{Activations, Team};
 use rayon::prelude::*;
 
 /// Bytes of layers that are in memory together, unless one alone has more.
@@ -31,16 +32,24 @@ pub fn streamed_logits(
     let team = Team::new(threads).map_err(|e| refused(&e))?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build().map_err(|e| refused(&e))?;
 
-    let [q, k, v, mixed] = attention::widths(c);
     let (h, f) = (c.hidden_size, (0..c.num_hidden_layers).map(|i| c.widest_block(i)).max().unwrap_or(0));
     let embedding = linear(model, "model.embed_tokens")?;
-    let mut runs: Vec<(Scratch, RopeTable)> = Vec::with_capacity(sequences.len());
+    // All sequences go through a layer side by side; the blocks of one follow those of another.
+    let mut scratch = Scratch::default();
+    scratch.resize(sequences.iter().map(Vec::len).sum(), widths(c, f));
+    let (mut tables, mut blocks, mut row): (Vec<Vec<u32>>, u32, usize) = (Vec::new(), 0, 0);
     for tokens in sequences {
-        let mut scratch = Scratch::default();
-        scratch.resize(tokens.len(), [h, h, q, k, v, mixed, f, f, f]);
-        embed(&embedding, tokens, &mut scratch.hidden);
-        runs.push((scratch, RopeTable::new(tokens.len(), &c.rotary())));
+        let end = blocks + tokens.len().div_ceil(BLOCK) as u32;
+        tables.push((blocks..end).collect());
+        blocks = end;
+        embed(&embedding, tokens, &mut scratch.hidden[row * h..(row + tokens.len()) * h]);
+        scratch.positions.extend(0..tokens.len());
+        row += tokens.len();
     }
+    let lens = sequences.iter().map(Vec::len);
+    let queries: Vec<Queries> =
+        tables.iter().zip(lens.clone()).map(|(table, tokens)| Queries { table, past: 0, tokens }).collect();
+    let rope = RopeTable::new(lens.max().unwrap_or(0), &c.rotary());
     let tied = c.tie_word_embeddings && !model.is_quantized("lm_head");
     let embedding = Some(embedding).filter(|_| tied);
 
@@ -51,11 +60,9 @@ pub fn streamed_logits(
             .install(|| numbers.clone().into_par_iter().map(|i| layer(model, c, i)).collect::<Result<Vec<_>, _>>())?;
         team.enter(|| -> Result<(), RuntimeError> {
             for (i, layer) in numbers.zip(&layers) {
-                for (scratch, rope) in &mut runs {
-                    let mut cache = attention::new_cache(c, &layer.attention, scratch.hidden.len() / h);
-                    let mut out = vec![0.0; scratch.hidden.len()];
-                    layer.run(c, i, 0, &mut cache, rope, scratch, &mut out)?;
-                }
+                let kv = (KvType::F32, Sight::default());
+                let mut cache = attention::new_cache(c, &layer.attention, blocks as usize, kv.0, kv.1);
+                layer.run(c, i, Activations::Float, &queries, &mut cache, &rope, &mut scratch)?;
             }
             Ok(())
         })?;
@@ -65,15 +72,19 @@ pub fn streamed_logits(
         None => linear(model, "lm_head")?,
     };
     let (norm, input) = (model.read_f32("model.norm.weight")?, model.input_grid("lm_head")?);
-    let head = Head { norm: &norm, matrix: &head, input: &input };
-    Ok(team.enter(|| {
-        let logits = |(scratch, _): &mut (Scratch, RopeTable)| {
-            let mut out = Vec::new();
-            head.run(c, scratch.hidden.len() / h, scratch, &mut out);
-            out
-        };
-        runs.iter_mut().map(logits).collect()
-    }))
+    let head = Head { norm: &norm, matrix: &head, input: &input, mode: Activations::Float };
+    let mut out = Vec::with_capacity(sequences.len());
+    team.enter(|| {
+        let mut row = 0;
+        for tokens in sequences {
+            let mut logits = Vec::new();
+            head.norm(c, row..row + tokens.len(), 0, &mut scratch);
+            head.run(c, tokens.len(), &mut scratch, &mut logits);
+            out.push(logits);
+            row += tokens.len();
+        }
+    });
+    Ok(out)
 }
 
 /// Bytes that [`streamed_logits`] holds at most, the logits not counted: layers as they are stored (those of a GGUF file in f32) and

@@ -119,7 +119,8 @@ fn a_cache_with_other_windows_is_refused() {
     assert!(e.exit_code() == 2 && e.to_string().contains("Some(1)"), "{e}");
     of("mistral_full").forward(&[1, 2], &mut cache, Logits::Last).unwrap();
     // What a token reads of the cache ends with its window.
-    let (full, one) = (of("mistral_full").kv_bytes(100.0), of("mistral_one").kv_bytes(100.0));
+    let read = |name: &str| of(name).new_cache(8).unwrap().bytes_read(100.0);
+    let (full, one) = (read("mistral_full"), read("mistral_one"));
     assert_eq!(full, 100.0 * one);
 }
 

@@ -19,10 +19,19 @@
 //!   the largest |value|.
 
 mod cache;
+mod form;
+mod fused;
+mod mass;
+mod paged;
+#[cfg(test)]
+mod paged_tests;
 #[cfg(test)]
 mod tests;
 
 pub use cache::LayerCache;
+pub use fused::{Queries, attend_paged};
+pub use mass::attention_mass;
+pub use paged::{BLOCK, KvFormat, PagedLayer};
 
 use crate::Isa;
 use crate::elementwise::exp;
@@ -30,6 +39,7 @@ use crate::parallel::{OutPtr, split};
 use crate::simd::{LANES, Simd, dispatch, largest, sum};
 use cache::Store;
 use dsq_quant::QuantType;
+use form::{E4m3, F32, Form, Int8};
 use std::ops::Range;
 
 /// Queries of one head that are worked on together.
@@ -104,47 +114,6 @@ struct Job<'a> {
     past: usize,
     m: usize,
     tiles: usize,
-}
-
-/// A form in which the cache holds a value.
-trait Form {
-    /// Bytes of a value.
-    const BYTES: usize;
-    /// Sixteen values at `p`; `scale` is that of the codes.
-    ///
-    /// Safety: `16 * BYTES` readable bytes; the path's features.
-    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V;
-}
-
-struct F32;
-struct Int8;
-struct E4m3;
-
-impl Form for F32 {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8, _scale: S::V) -> S::V {
-        // SAFETY: the caller's bytes.
-        unsafe { S::load(p.cast()) }
-    }
-}
-
-impl Form for Int8 {
-    const BYTES: usize = 1;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
-        // SAFETY: the caller's bytes.
-        unsafe { S::mul(S::int8(p), scale) }
-    }
-}
-
-impl Form for E4m3 {
-    const BYTES: usize = 1;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
-        // SAFETY: the caller's bytes; the cache holds no NaN codes.
-        unsafe { S::mul(S::e4m3(p), scale) }
-    }
 }
 
 /// Safety: the path's features; the asserts of `attend_on` hold; the cache is of the form `F`.

@@ -1,5 +1,5 @@
-//! Row-wise and element-wise operations of a language model: RMSNorm, SiLU gate, and the exponential they share with
-//! attention. Not matrix products (see `linear`).
+//! Row-wise and element-wise operations of a language model: RMSNorm, SiLU gate, rotary embedding, and the exponential they
+//! share with attention. Not matrix products (see `linear`).
 //!
 //! - Shapes: rows `[m, n]`, row major, any m and n.
 //! - Layout: plain f32 slices.
@@ -7,7 +7,8 @@
 //! - Order: RMSNorm sums squares in 16 lanes (`lane += x * x`, fused, lane = column mod 16, the last partial vector
 //!   padded with zeros), folds the lanes in halves (8, 4, 2, 1), divides by n, adds epsilon, takes the square root
 //!   and its reciprocal (each rounded once), then `(x * reciprocal) * weight`. SiLU: `gate / (1 + exp(-gate)) * up`.
-//! - Cost: one pass (SiLU), two passes (RMSNorm); split over rows on the rayon pool when there are several.
+//!   Rotary embedding: `x cos - y sin` and `y cos + x sin`, each product and sum rounded once.
+//! - Cost: one pass (SiLU, rotary embedding), two passes (RMSNorm); split over rows when there are several.
 //! - Error: `exp` is within 2.5e-7 relative of the exact value on [-87.3, 88.3] (tested over a grid against f64), and
 //!   saturates beyond; SiLU within 6e-7 relative of f64 where `|gate| <= 87`.
 
@@ -66,6 +67,133 @@ unsafe fn each<S: Simd>(inputs: [*const f32; 2], out: *mut f32, len: usize, f: i
 /// When the lengths do not fit (the caller's bug).
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     rms_norm_on(Isa::detect(), x, weight, eps, out);
+}
+
+/// [`rms_norm`] of `x + delta`, and the sum in the place of `x`: the same bits as one after the other.
+///
+/// # Panics
+/// When the lengths do not fit (the caller's bug).
+pub fn add_rms_norm(x: &mut [f32], delta: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let (n, isa) = (weight.len(), Isa::detect());
+    assert!(x.len() == delta.len() && x.len() == out.len(), "x, delta and out: [m, n]");
+    assert!(n > 0 && x.len().is_multiple_of(n), "x: whole rows of {n}");
+    let (m, sums, to) = (x.len() / n, OutPtr(x.as_mut_ptr()), OutPtr(out.as_mut_ptr()));
+    split(m, ROWS, &|rows| {
+        let (w, len) = (weight.as_ptr(), rows.len() * n);
+        // SAFETY: rows of `x`, `delta` and `out`, which hold as many values; the parts' rows are disjoint.
+        unsafe {
+            let (x, delta, out) =
+                (sums.get().add(rows.start * n), delta.as_ptr().add(rows.start * n), to.get().add(rows.start * n));
+            dispatch!(isa, add_range(x: *mut f32, delta: *const f32, len: usize));
+            for row in 0..rows.len() {
+                let (x, out) = (x.add(row * n).cast_const(), out.add(row * n));
+                dispatch!(isa, rms_norm_row(x: *const f32, w: *const f32, n: usize, eps: f32, out: *mut f32));
+            }
+        }
+    });
+}
+
+/// `x += delta`, element by element.
+///
+/// # Panics
+/// When the lengths differ (the caller's bug).
+pub fn add(x: &mut [f32], delta: &[f32]) {
+    let isa = Isa::detect();
+    assert_eq!(x.len(), delta.len(), "x and delta: equal lengths");
+    let to = OutPtr(x.as_mut_ptr());
+    split(x.len(), 1 << 15, &|r| {
+        let len = r.len();
+        // SAFETY: ranges of equally long slices, disjoint in `x`.
+        unsafe {
+            let (x, delta) = (to.get().add(r.start), delta.as_ptr().add(r.start));
+            dispatch!(isa, add_range(x: *mut f32, delta: *const f32, len: usize));
+        }
+    });
+}
+
+/// Safety: the path's features; `x` writable and `delta` readable for `len` values.
+#[inline(always)]
+unsafe fn add_range<S: Simd>(x: *mut f32, delta: *const f32, len: usize) {
+    // SAFETY: forwarded.
+    unsafe { each::<S>([x.cast_const(), delta], x, len, |x, d| S::add(x, d)) }
+}
+
+/// Rows that a thread is worth waking for.
+const ROWS: usize = 8;
+
+/// Cosines and sines of rotary embedding, `[positions, half]` each.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotation<'a> {
+    /// Cosines.
+    pub cos: &'a [f32],
+    /// Sines.
+    pub sin: &'a [f32],
+    /// Pairs of a head, half its width.
+    pub half: usize,
+}
+
+/// Rotates the heads of `x [m, heads, 2 half]` in place, row `t` at position `positions[t]`; value `i` of a head is paired with value
+/// `half + i` (the convention of Hugging Face).
+///
+/// # Panics
+/// When a length or a position does not fit (the caller's bug).
+pub fn rotate(x: &mut [f32], positions: &[usize], by: Rotation) {
+    rotate_on(Isa::detect(), x, positions, by);
+}
+
+fn rotate_on(isa: Isa, x: &mut [f32], positions: &[usize], by: Rotation) {
+    let (m, half) = (positions.len(), by.half);
+    assert!(half > 0 && m > 0 && x.len().is_multiple_of(m * 2 * half), "x: [m, heads, 2 half]");
+    let known = by.cos.len().min(by.sin.len()) / half;
+    assert!(positions.iter().all(|&p| p < known), "positions: below {known}");
+    let (width, to) = (x.len() / m, OutPtr(x.as_mut_ptr()));
+    split(m, ROWS, &|rows| {
+        for t in rows {
+            let at = positions[t] * half;
+            for head in (0..width).step_by(2 * half) {
+                // SAFETY: one head of row `t`, which no other part has, and the angles of its position.
+                unsafe {
+                    let (x, cos, sin) =
+                        (to.get().add(t * width + head), by.cos.as_ptr().add(at), by.sin.as_ptr().add(at));
+                    dispatch!(isa, rotate_head(x: *mut f32, cos: *const f32, sin: *const f32, half: usize));
+                }
+            }
+        }
+    });
+}
+
+/// Safety: the path's features; `x` writable for `2 half` values, `cos` and `sin` readable for `half`.
+#[inline(always)]
+unsafe fn rotate_head<S: Simd>(x: *mut f32, cos: *const f32, sin: *const f32, half: usize) {
+    let full = half / LANES * LANES;
+    // SAFETY: the caller's ranges.
+    unsafe {
+        for i in (0..full).step_by(LANES) {
+            let (a, b, c, s) = (S::load(x.add(i)), S::load(x.add(half + i)), S::load(cos.add(i)), S::load(sin.add(i)));
+            S::store(x.add(i), S::sub(S::mul(a, c), S::mul(b, s)));
+            S::store(x.add(half + i), S::add(S::mul(b, c), S::mul(a, s)));
+        }
+        for i in full..half {
+            let (a, b, c, s) = (*x.add(i), *x.add(half + i), *cos.add(i), *sin.add(i));
+            *x.add(i) = a * c - b * s;
+            *x.add(half + i) = b * c + a * s;
+        }
+    }
+}
+
+/// Runs `body(i, row)` on the rows of `x`, `width` values each, split over the threads where there are many.
+///
+/// # Panics
+/// When `width` does not divide the length (the caller's bug).
+pub fn for_rows(x: &mut [f32], width: usize, body: impl Fn(usize, &mut [f32]) + Sync) {
+    assert!(width > 0 && x.len().is_multiple_of(width), "x: whole rows of {width}");
+    let (m, to) = (x.len() / width, OutPtr(x.as_mut_ptr()));
+    split(m, ROWS, &|rows| {
+        for i in rows {
+            // SAFETY: row `i` of `x`, which no other part has.
+            body(i, unsafe { std::slice::from_raw_parts_mut(to.get().add(i * width), width) });
+        }
+    });
 }
 
 fn rms_norm_on(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {

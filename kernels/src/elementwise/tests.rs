@@ -86,3 +86,51 @@ fn rms_norm_is_close_to_f64_and_equal_on_every_path() {
     rms_norm(&[0.0; 4], &[1.0; 4], 1e-5, &mut out);
     assert_eq!(out, [0.0; 4], "a row of zeros stays zero");
 }
+
+#[test]
+fn the_sum_and_its_norm_are_those_of_one_after_the_other() {
+    for (m, n) in [(1, 1), (1, 17), (5, 576), (40, 48)] {
+        let (x, delta, w) = (wave(m * n, 3.0), wave(m * n + 5, 1.0)[5..].to_vec(), wave(n, 2.0));
+        let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
+        let mut normed = vec![0.0; m * n];
+        rms_norm(&want, &w, 1e-5, &mut normed);
+        let (mut sum, mut out) = (x.clone(), vec![0.0; m * n]);
+        add_rms_norm(&mut sum, &delta, &w, 1e-5, &mut out);
+        assert_eq!((&sum, &out), (&want, &normed), "{m} x {n}");
+        let mut sum = x;
+        add(&mut sum, &delta);
+        assert_eq!(sum, want);
+    }
+}
+
+#[test]
+fn rotation_pairs_the_halves_on_every_path() {
+    for (m, heads, half) in [(1, 1, 1), (3, 2, 5), (20, 9, 32), (9, 3, 24)] {
+        let angles: Vec<f32> = (0..50 * half).map(|i| i as f32 * 0.37).collect();
+        let (cos, sin): (Vec<f32>, Vec<f32>) =
+            (angles.iter().map(|a| a.cos()).collect(), angles.iter().map(|a| a.sin()).collect());
+        let positions: Vec<usize> = (0..m).map(|t| t * 17 % 50).collect();
+        let x = wave(m * heads * 2 * half, 2.0);
+        let mut want = x.clone();
+        for (row, p) in want.chunks_exact_mut(heads * 2 * half).zip(&positions) {
+            for head in row.chunks_exact_mut(2 * half) {
+                for i in 0..half {
+                    let (a, b, c, s) = (head[i], head[half + i], cos[p * half + i], sin[p * half + i]);
+                    (head[i], head[half + i]) = (a * c - b * s, b * c + a * s);
+                }
+            }
+        }
+        for isa in Isa::supported() {
+            let mut got = x.clone();
+            rotate_on(isa, &mut got, &positions, Rotation { cos: &cos, sin: &sin, half });
+            assert!(got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?} {m} {heads} {half}");
+        }
+    }
+}
+
+#[test]
+fn every_row_is_visited_once_with_its_number() {
+    let mut x = vec![0.0; 35 * 3];
+    for_rows(&mut x, 3, |i, row| row.iter_mut().for_each(|v| *v += i as f32 + 1.0));
+    assert!(x.iter().enumerate().all(|(i, &v)| v == (i / 3) as f32 + 1.0));
+}

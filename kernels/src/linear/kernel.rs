@@ -28,7 +28,8 @@ macro_rules! codes {
 }
 codes! {
     Int4, 64, p, j => S::nibble(p, j as i32);
-    Int8, 128, p, j => S::int8(p.add(16 * j));
+    // The column's quad is its parity: see `layout.rs`.
+    Int8, 128, p, j => S::byte(p.add(64 * (j % 2)), (j / 2) as i32);
     Fp4, 64, p, j => S::e2m1(p, j as i32);
     E4M3, 128, p, j => S::e4m3(p.add(16 * j));
     E5M2, 128, p, j => S::e5m2(p.add(16 * j));
@@ -39,7 +40,7 @@ codes! {
 
 /// Scales in effect of group `g` of block `b`; None for float storage.
 #[inline(always)]
-unsafe fn scale<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S::V> {
+pub(crate) unsafe fn scale<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S::V> {
     let s = p.scales.as_ref()?;
     let cell = (b * p.groups + g) * BLOCK;
     // SAFETY: block and group are in range, so sixteen scales are readable.
@@ -208,7 +209,7 @@ unsafe fn decode_blocks<S: Simd, C: Codes, const B: usize>(p: &Panels, first: us
 
 /// Writes the outputs of a block to its place in a row of `n` outputs.
 #[inline(always)]
-unsafe fn store_row<S: Simd>(p: &Panels, block: usize, v: S::V, row: *mut f32) {
+pub(crate) unsafe fn store_row<S: Simd>(p: &Panels, block: usize, v: S::V, row: *mut f32) {
     let at = block * BLOCK;
     // SAFETY: the row is writable for n values; a partial block goes through a buffer.
     unsafe {
@@ -330,13 +331,25 @@ unsafe fn unpack<S: Simd, C: Codes>(p: &Panels, block: usize, s: &Segment, to: *
     unsafe {
         let from = p.weights.as_ptr().add(block * p.block_bytes + s.octet * C::BYTES);
         let zero = zero::<S>(p, block, s.group);
-        for i in 0..s.len {
-            let q = C::column::<S>(from.add(i / OCTET * C::BYTES), i % OCTET);
-            let q = match zero {
-                Some(z) => S::sub(q, z),
-                None => q,
+        // No closure: one that is not inlined would lack the path's features.
+        macro_rules! put {
+            ($i:expr, $j:expr) => {
+                let q = C::column::<S>(from.add($i / OCTET * C::BYTES), $j);
+                let q = match zero {
+                    Some(z) => S::sub(q, z),
+                    None => q,
+                };
+                S::store(to.add(($i + $j) * stride), q);
             };
-            S::store(to.add(i * stride), q);
+        }
+        let full = s.len / OCTET * OCTET;
+        for i in (0..full).step_by(OCTET) {
+            for_octet!(J => {
+                put!(i, J);
+            });
+        }
+        for j in 0..s.len - full {
+            put!(full, j);
         }
     }
 }

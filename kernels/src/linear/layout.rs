@@ -4,7 +4,9 @@
 //! [`SEGMENT`] values, each segment padded to octets (8 values). One octet of one block is contiguous:
 //! - INT4, and INT3 and INT2 widened to it: sixteen u32 (one cache line), word `r` holds the codes of row `r`, value `j`
 //!   in bits `4j..4j+4`, plus 8; FP4 the same, its codes as they are;
-//! - INT8, FP8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
+//! - INT8: two cache lines of sixteen u32; word `r` of the first holds columns 0, 2, 4, 6 of row `r`, a byte each, plus 128, of the
+//!   second columns 1, 3, 5, 7: the quads that a shift and a mask make of a word of INT4;
+//! - FP8, f16, bf16, f32: eight runs of sixteen values, run `j` holds value `j` of the sixteen rows.
 //!
 //! Blocks follow one another, so a thread reads its part of the weights as one stream. Scales are kept in their
 //! stored dtype and zero points as i8, both `[block][group][16]` (the scale of an FP8 block stands once for each of its
@@ -69,6 +71,8 @@ pub(crate) struct Panels {
     pub k: usize,
     pub storage: Storage,
     pub groups: usize,
+    /// Columns of a group; with k it says what the segments are.
+    pub group_len: usize,
     pub segments: Vec<Segment>,
     /// Bytes of one block of 16 rows.
     pub block_bytes: usize,
@@ -99,7 +103,7 @@ impl Panels {
         let block_bytes = octets * OCTET * BLOCK * storage.bits() / 8;
         let weights = Lines::zeroed(n.div_ceil(BLOCK) * block_bytes);
         let groups = segments.last().map_or(0, |s| s.group + 1);
-        Self { n, k, storage, groups, segments, block_bytes, weights, scales: None }
+        Self { n, k, storage, groups, group_len, segments, block_bytes, weights, scales: None }
     }
 
     /// Packs a quantized matrix.
@@ -112,7 +116,10 @@ impl Panels {
             }
         };
         match q.args.qtype {
-            QuantType::Int8 | QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => {
+            QuantType::Int8 => p.fill(&q.codes, |out, lane, j, code| {
+                out[int8_at(lane, j)] = (code as u8).wrapping_add(128);
+            }),
+            QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => {
                 p.fill(&q.codes, |out, lane, j, code| out[j * BLOCK + lane] = code as u8);
             }
             QuantType::Fp4E2M1 => p.fill(&q.codes, nibbles(0)),
@@ -185,6 +192,7 @@ impl Panels {
         octet
             + match self.storage.bits() {
                 4 => lane * 4 + j / 2,
+                _ if self.storage == Storage::Code(QuantType::Int8) => int8_at(lane, j),
                 bits => (j * BLOCK + lane) * bits / 8,
             }
     }
@@ -200,7 +208,7 @@ impl Panels {
                     Storage::Code(QuantType::Int2 | QuantType::Int3 | QuantType::Int4) => {
                         (i32::from((b(0) >> (4 * (j % 2))) & 15) - 8 - zero) as f32 * scale
                     }
-                    Storage::Code(QuantType::Int8) => (i32::from(b(0) as i8) - zero) as f32 * scale,
+                    Storage::Code(QuantType::Int8) => (i32::from(b(0)) - 128 - zero) as f32 * scale,
                     Storage::Code(QuantType::Fp8E4M3) => MiniFloat::E4M3.decode(b(0)) * scale,
                     Storage::Code(QuantType::Fp8E5M2) => MiniFloat::E5M2.decode(b(0)) * scale,
                     Storage::Code(QuantType::Fp4E2M1) => MiniFloat::E2M1.decode(b(0) >> (4 * (j % 2))) * scale,
@@ -259,6 +267,11 @@ impl Panels {
             }
         }
     }
+}
+
+/// The byte of an octet of INT8 that holds value `j` of a lane.
+fn int8_at(lane: usize, j: usize) -> usize {
+    j % 2 * 4 * BLOCK + lane * 4 + j / 2
 }
 
 fn put_float(to: &mut Lines, at: usize, x: f32, dtype: FloatType) {

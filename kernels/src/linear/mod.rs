@@ -1,5 +1,6 @@
 //! Linear layers `out = x W^T` with weights kept packed: INT4, INT8, FP8 and FP4 codes, or f32, f16, bf16 values; f32
-//! activations, f32 accumulation (W4A16 and its kin). Not here: biases, quantized activations.
+//! activations, f32 accumulation (W4A16 and its kin). INT weights take activations rounded to INT8 too: `int.rs` is the
+//! contract of that mode, this header that of the other. Not here: biases.
 //!
 //! - Shapes: `x [m, k]`, `out [m, n]`, row major; any m, n, k; any group length that divides k, FP8 blocks of any size.
 //! - Layout: `KernelLayout`, see `layout.rs`: blocks of 16 rows, one cache line for 16 rows x 8 INT4 or FP4 codes.
@@ -18,13 +19,23 @@
 //! - Error: against exact arithmetic at most `(64 + S) u * sum |w| |x|` for S segments and u = 2^-24, to first order:
 //!   a term passes at most 64 roundings in its segment and one for each segment after it, and the scale is exact.
 
+mod input;
+mod int;
+#[cfg(target_arch = "x86_64")]
+mod int_avx2;
+#[cfg(target_arch = "x86_64")]
+mod int_vnni;
 mod kernel;
 mod layout;
+mod modes;
 mod reference;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_int;
 
-pub use reference::matmul_reference;
+pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
+pub use reference::{matmul_int8_reference, matmul_reference};
 
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};
@@ -310,6 +321,10 @@ fn expect_type(q: &QuantizedMatrix, known: &[QuantType]) -> Result<(), QuantErro
 }
 
 fn describe(p: &Panels) -> String {
+    format!("{}, f32 activations:", describe_weights(p))
+}
+
+fn describe_weights(p: &Panels) -> String {
     match p.storage {
         Storage::Code(q) => {
             let zeros = if p.scales.as_ref().is_some_and(|s| s.zeros.len() > 0) { " asymmetric" } else { "" };
@@ -319,9 +334,9 @@ fn describe(p: &Panels) -> String {
                 QuantType::Fp4E2M1 => " looked up as f32 in a register",
                 QuantType::Int4 | QuantType::Int8 => "",
             };
-            format!("{}{zeros} weights{held}, f32 activations:", q.name().to_ascii_lowercase())
+            format!("{}{zeros} weights{held}", q.name().to_ascii_lowercase())
         }
-        Storage::Float(f) => format!("{} weights, f32 activations:", f.name().to_ascii_lowercase()),
+        Storage::Float(f) => format!("{} weights", f.name().to_ascii_lowercase()),
     }
 }
 

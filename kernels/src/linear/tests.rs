@@ -5,7 +5,7 @@ use dsq_quant::{Granularity, Mapping, QuantArgs};
 use proptest::prelude::*;
 
 /// Numbers in about [-1, 1], from a seed.
-fn numbers(len: usize, seed: u64) -> Vec<f32> {
+pub(super) fn numbers(len: usize, seed: u64) -> Vec<f32> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..len)
         .map(|_| {
@@ -17,7 +17,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-fn args(bits: usize, granularity: Granularity, mapping: Mapping, scale_dtype: FloatType) -> QuantArgs {
+pub(super) fn args(bits: usize, granularity: Granularity, mapping: Mapping, scale_dtype: FloatType) -> QuantArgs {
     let qtype = QuantType::INTS.into_iter().find(|q| q.bits() == bits).unwrap();
     QuantArgs { qtype, mapping, ..QuantArgs::int4(granularity, scale_dtype) }
 }
@@ -31,7 +31,7 @@ fn run(q: &QuantizedMatrix, isa: Isa, x: &[f32], m: usize) -> Vec<f32> {
     out
 }
 
-fn assert_bits(got: &[f32], want: &[f32], what: &str) {
+pub(super) fn assert_bits(got: &[f32], want: &[f32], what: &str) {
     for (i, (a, b)) in got.iter().zip(want).enumerate() {
         assert_eq!(a.to_bits(), b.to_bits(), "{what}: output {i}: {a} against {b}");
     }

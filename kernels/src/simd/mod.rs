@@ -24,6 +24,8 @@ pub(crate) trait Simd: Copy {
     /// Row blocks (of 16) and tokens of the register tile of the multi-token kernel.
     const TILE_BLOCKS: usize;
     const TILE_TOKENS: usize;
+    /// Vectors of 16 lanes that the registers hold.
+    const VECTORS: usize;
 
     unsafe fn splat(x: f32) -> Self::V;
     /// 64 readable bytes.
@@ -44,6 +46,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn pow2(n: Self::V) -> Self::V;
     /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is nibble `j` of word `i`, minus 8.
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V;
+    /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is byte `j` of word `i`, minus 128.
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V;
     /// 16 readable bytes: sixteen i8.
     unsafe fn int8(p: *const u8) -> Self::V;
     /// 64 readable bytes: sixteen little-endian words; the value of lane `i` is the FP4 E2M1 code in nibble `j` of word `i`.

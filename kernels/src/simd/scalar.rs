@@ -18,6 +18,7 @@ impl Simd for Scalar {
     type V = [f32; LANES];
     const TILE_BLOCKS: usize = 1;
     const TILE_TOKENS: usize = 1;
+    const VECTORS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -67,6 +68,11 @@ impl Simd for Scalar {
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
         words.map(|w| ((u32::from_le(w) >> (4 * j)) & 15) as f32 - 8.0)
+    }
+    #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        let words = unsafe { p.cast::<[u32; LANES]>().read_unaligned() };
+        words.map(|w| ((u32::from_le(w) >> (8 * j)) & 255) as f32 - 128.0)
     }
     #[inline(always)]
     unsafe fn int8(p: *const u8) -> Self::V {

@@ -6,6 +6,12 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
+/// What a nibble in bits `4j..4j + 4` of a number with the exponent of `2^(23 - 4j)` is above, and 8.
+#[inline(always)]
+fn nibble_offset(j: i32) -> f32 {
+    (1i32 << (23 - 4 * j)) as f32 + 8.0
+}
+
 /// Applies a two-register operation half by half.
 macro_rules! halves {
     ($f:ident, $a:expr, $b:expr) => {
@@ -19,6 +25,7 @@ impl Simd for Avx2 {
     type V = [__m256; 2];
     const TILE_BLOCKS: usize = 1;
     const TILE_TOKENS: usize = 6;
+    const VECTORS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -76,9 +83,24 @@ impl Simd for Avx2 {
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
             let half = |p: *const u8| {
+                // See the AVX-512 path.
                 let words = _mm256_loadu_si256(p.cast());
-                let field = _mm256_and_si256(_mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), _mm256_set1_epi32(15));
-                _mm256_cvtepi32_ps(_mm256_sub_epi32(field, _mm256_set1_epi32(8)))
+                let (words, j) = if j < 5 { (words, j) } else { (_mm256_srli_epi32::<20>(words), j - 5) };
+                let field = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * j)));
+                let sum = _mm256_or_si256(field, _mm256_set1_epi32((150 - 4 * j) << 23));
+                _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps(nibble_offset(j)))
+            };
+            [half(p), half(p.add(32))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // As signed bytes, moved to the top of their words: the shift back extends the sign.
+            let half = |p: *const u8| {
+                let words = _mm256_xor_si256(_mm256_loadu_si256(p.cast()), _mm256_set1_epi8(-128));
+                let top = _mm256_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * j));
+                _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(top))
             };
             [half(p), half(p.add(32))]
         }
@@ -163,6 +185,7 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_BLOCKS: usize = 2;
     const TILE_TOKENS: usize = 12;
+    const VECTORS: usize = 32;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -214,10 +237,28 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
-            // The permutation reads the low 4 bits of each lane: shift and look up, no mask, no conversion.
-            let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
+            // A nibble in bits 4j to 4j + 3 below the exponent of 2^(23 - 4j) is that number plus the nibble: no shift, no
+            // conversion, and the difference is exact. One shift brings nibbles 5 to 7 there. Where the nibble is lowest, a
+            // permutation reads the low 4 bits of each lane and looks it up.
             let words = _mm512_loadu_si512(p.cast());
-            _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
+            let (words, j) = if j < 5 { (words, j) } else { (_mm512_srli_epi32::<20>(words), j - 5) };
+            if j == 0 {
+                let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
+                return _mm512_permutexvar_ps(words, table);
+            }
+            let exponent = _mm512_set1_epi32((150 - 4 * j) << 23);
+            // (words & mask) | exponent
+            let sum = _mm512_ternarylogic_epi32::<0xea>(words, _mm512_set1_epi32(15 << (4 * j)), exponent);
+            _mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(nibble_offset(j)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn byte(p: *const u8, j: i32) -> Self::V {
+        unsafe {
+            // See the AVX2 path.
+            let words = _mm512_xor_si512(_mm512_loadu_si512(p.cast()), _mm512_set1_epi32(0x8080_8080u32 as i32));
+            let top = _mm512_sll_epi32(words, _mm_cvtsi32_si128(24 - 8 * j));
+            _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top))
         }
     }
     #[inline(always)]

@@ -1,0 +1,316 @@
+//! Inputs of a linear layer rounded to INT8 and laid out for the integer kernels (`int.rs`). Not a storage format, and not
+//! the rounding of weights.
+//!
+//! - Shapes: `x [m, k]`; one scale for each token and segment of the reduction.
+//! - Layout: tiles of tokens ([`tiles`]), one after another. Codes of a tile: `[octet][token][8]`, the eight values of an octet as two
+//!   quads, columns 0, 2, 4, 6 and 1, 3, 5, 7 (what a shift and a mask make of a word of INT4 weights). Scales and sums of a tile:
+//!   `[segment][token]`. A sum is two i16, minus the codes of columns 0 to 3 and minus those of columns 4 to 7 of all octets.
+//! - Requires: nothing; AVX-512BW and AVX2 are found at run time.
+//! - Order: each segment on its own, so neither m nor the threads change a bit.
+//! - Cost: two reads of the input, one multiplication for each value (on a stored grid a division).
+//! - Error: at most half a step, `absmax / 254`, for each value; see `int.rs`.
+//!
+//! Rule of the mode [`super::Activations::Int8`]: `scale = absmax / 127` of the segment, `code = round_ties_even(x * (127 / absmax))`,
+//! which is at most 127 in magnitude. A segment whose scale would be subnormal (absmax below 1.5e-36) has scale and codes 0. On a
+//! checkpoint's grid the scale and the codes are those of [`dsq_quant::InputGrid`]. A value that is not finite makes the scale of all
+//! that shares it NaN, and with it every output of the token.
+
+use super::int::IntPath;
+use super::layout::{OCTET, Panels, SEGMENT};
+use crate::fake_quant;
+use crate::parallel::{OutPtr, split};
+use dsq_quant::InputGrid;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Values from which rounding is divided over the threads: below, starting them costs more.
+const PARALLEL: usize = 1 << 15;
+
+/// The tiles of `m` tokens, each of at most `widest` and none longer than another by more than one: `(first, tokens)` of tile `i`.
+pub(crate) fn tile(i: usize, m: usize, widest: usize) -> (usize, usize) {
+    let tiles = m.div_ceil(widest);
+    let (first, end) = (i * m / tiles, (i + 1) * m / tiles);
+    (first, end - first)
+}
+
+/// Rounded inputs. The buffers are kept from call to call (see [`Rounded::with`]).
+#[derive(Default)]
+pub(crate) struct Rounded {
+    m: usize,
+    widest: usize,
+    octets: usize,
+    segments: usize,
+    codes: Vec<u64>,
+    scales: Vec<f32>,
+    sums: Vec<i32>,
+    starts: Vec<i32>,
+    /// Half of a segment of 64 is -128 throughout: sixteen bits do not hold its product with the smallest weights.
+    wide: bool,
+}
+
+/// A tile of [`Rounded`].
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    pub first: usize,
+    pub tokens: usize,
+    /// `[octet][token][8]`.
+    pub codes: *const u8,
+    /// `[segment][token]`.
+    pub scales: *const f32,
+    /// `[segment][token]`, two i16 each.
+    pub sums: *const i32,
+    /// `[segment][token]`: minus 8 times the codes, where the sum of symmetric INT4 starts.
+    pub starts: *const i32,
+}
+
+thread_local! {
+    /// Taken out while it is used: a thread that waits for others may begin another product meanwhile.
+    static ROOM: Cell<Rounded> = Cell::default();
+}
+
+impl Rounded {
+    /// `body` on inputs `x [m, k]` rounded for the segments of `p`, in buffers that this thread keeps.
+    pub(crate) fn with<R>(
+        path: IntPath,
+        grid: Option<&InputGrid>,
+        p: &Panels,
+        x: &[f32],
+        m: usize,
+        body: impl FnOnce(&Self) -> R,
+    ) -> R {
+        let mut room = ROOM.take();
+        room.round(path, grid, p, x, m);
+        let result = body(&room);
+        ROOM.set(room);
+        result
+    }
+
+    fn round(&mut self, path: IntPath, grid: Option<&InputGrid>, p: &Panels, x: &[f32], m: usize) {
+        let octets = p.segments.last().map_or(0, |s| s.octet + s.len.div_ceil(OCTET));
+        (self.m, self.widest, self.octets, self.segments) = (m, path.widest(), octets, p.segments.len());
+        // Every place that is read is written below, so what an earlier call left is not cleared.
+        grow(&mut self.codes, m * octets);
+        grow(&mut self.scales, m * p.segments.len());
+        grow(&mut self.sums, m * p.segments.len());
+        grow(&mut self.starts, m * p.segments.len());
+        let places = Places {
+            codes: OutPtr(self.codes.as_mut_ptr().cast()),
+            scales: OutPtr(self.scales.as_mut_ptr()),
+            sums: OutPtr(self.sums.as_mut_ptr().cast()),
+            starts: OutPtr(self.starts.as_mut_ptr().cast()),
+        };
+        let wide = AtomicBool::new(false);
+        let tokens = |range: std::ops::Range<usize>| {
+            let mut run_scales = Vec::new();
+            for i in range {
+                let (first, tokens) = tile(i, m, self.widest);
+                for t in 0..tokens {
+                    let row = &x[(first + t) * p.k..][..p.k];
+                    let run = grid.map_or(p.k, |g| runs(g, row, &mut run_scales));
+                    for (i, s) in p.segments.iter().enumerate() {
+                        let values = &row[s.at..s.at + s.len];
+                        let fixed = grid.map(|_| run_scales[s.at / run.max(1)]);
+                        // SAFETY: this part's tile lies within the buffers, which were grown for `m` tokens; tiles are disjoint.
+                        let sum = unsafe {
+                            let codes = places.codes.get().cast::<u8>();
+                            let to = codes.add((first * self.octets + s.octet * tokens + t) * OCTET);
+                            let (scale, sum) = segment(path, values, fixed, to, tokens * OCTET);
+                            let cell = first * self.segments + i * tokens + t;
+                            *places.scales.get().add(cell) = scale;
+                            *places.sums.get().cast::<i32>().add(cell) = sum;
+                            *places.starts.get().cast::<i32>().add(cell) = 8 * (i32::from(sum as i16) + (sum >> 16));
+                            sum
+                        };
+                        let lowest = i32::from(i16::MAX) + 1;
+                        if 8 * i32::from(sum as i16) >= lowest || 8 * (sum >> 16) >= lowest {
+                            wide.store(true, Relaxed);
+                        }
+                    }
+                }
+            }
+        };
+        let tiles = self.tiles();
+        if m * p.k < PARALLEL {
+            tokens(0..tiles)
+        } else {
+            split(tiles, 1, &tokens)
+        }
+        self.wide = wide.into_inner();
+    }
+
+    pub(crate) fn tiles(&self) -> usize {
+        self.m.div_ceil(self.widest)
+    }
+
+    pub(crate) fn wide(&self) -> bool {
+        self.wide
+    }
+
+    pub(crate) fn tile(&self, i: usize) -> Tile {
+        let (first, tokens) = tile(i, self.m, self.widest);
+        Tile {
+            first,
+            tokens,
+            codes: self.codes[first * self.octets..].as_ptr().cast(),
+            scales: self.scales[first * self.segments..].as_ptr(),
+            sums: self.sums[first * self.segments..].as_ptr(),
+            starts: self.starts[first * self.segments..].as_ptr(),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Places {
+    codes: OutPtr,
+    scales: OutPtr,
+    sums: OutPtr,
+    starts: OutPtr,
+}
+
+fn grow<T: Copy + Default>(v: &mut Vec<T>, len: usize) {
+    if v.len() < len {
+        v.resize(len, T::default());
+    }
+}
+
+/// The scale in effect of each run of `row` on a stored grid (NaN for one that has none), and the length of a run.
+fn runs(grid: &InputGrid, row: &[f32], scales: &mut Vec<f32>) -> usize {
+    let run = grid.args.group_len(row.len()).unwrap_or(row.len()).max(1);
+    scales.clear();
+    scales.extend(row.chunks(run).map(|values| {
+        let range = fake_quant::range(values);
+        let found = || grid.run_qparams(range.lo, range.hi).map_or(f32::NAN, |p| p.scale);
+        if range.finite { grid.params.map_or_else(found, |p| p.scale) } else { f32::NAN }
+    }));
+    run
+}
+
+/// Rounds a segment: its codes go to `to`, an octet every `stride` bytes, the last filled up with zeros. Gives the scale (`fixed`, or
+/// that of the segment's own largest magnitude) and the sums.
+///
+/// Safety: the CPU has the path; the octets of `x` at `to` are writable.
+unsafe fn segment(path: IntPath, x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+    // SAFETY: forwarded.
+    unsafe {
+        match path {
+            #[cfg(target_arch = "x86_64")]
+            IntPath::Vnni512 => x86::segment_avx512(x, fixed, to, stride),
+            #[cfg(target_arch = "x86_64")]
+            IntPath::Avx2 => x86::segment_avx2(x, fixed, to, stride),
+            IntPath::Scalar => plain_segment(x, fixed, to, stride),
+        }
+    }
+}
+
+/// What values are multiplied by (`fixed`: divided by), and the scale. NaN for both when a value is not finite.
+#[inline(always)]
+fn scales_of(absmax_bits: u32, fixed: Option<f32>) -> (f32, f32) {
+    if let Some(scale) = fixed {
+        return (scale, scale);
+    }
+    let absmax = f32::from_bits(absmax_bits);
+    if !absmax.is_finite() {
+        return (f32::NAN, f32::NAN);
+    }
+    let scale = absmax / 127.0;
+    if scale < f32::MIN_POSITIVE { (0.0, 0.0) } else { (127.0 / absmax, scale) }
+}
+
+#[inline(always)]
+fn packed_sums(low: i32, high: i32) -> i32 {
+    i32::from(-low as i16 as u16) | (-high) << 16
+}
+
+/// The rounding in plain Rust, written so that a compiler can use vectors.
+///
+/// Safety: as [`segment`].
+#[inline(always)]
+unsafe fn plain_segment(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+    let mut values = [0.0f32; SEGMENT];
+    values[..x.len()].copy_from_slice(x);
+    let absmax = values.iter().fold(0u32, |m, v| m.max(v.to_bits() & 0x7fff_ffff));
+    let (by, scale) = scales_of(absmax, fixed);
+    let mut codes = [0i32; SEGMENT];
+    if !scale.is_nan() {
+        // 1.5 * 2^23: a sum with it has the integer nearest to the other term, ties to even, in its low bits.
+        const MAGIC: f32 = 12_582_912.0;
+        let nearest = |c: f32| (c + MAGIC).to_bits() as i32 - MAGIC.to_bits() as i32;
+        if fixed.is_some() {
+            for (code, &v) in codes.iter_mut().zip(&values) {
+                *code = nearest((v / by).clamp(-128.0, 127.0));
+            }
+        } else {
+            for (code, &v) in codes.iter_mut().zip(&values) {
+                *code = nearest(v * by);
+            }
+        }
+    }
+    let mut sums = [0i32; 2];
+    for (i, octet) in codes.chunks_exact(OCTET).take(x.len().div_ceil(OCTET)).enumerate() {
+        sums[0] += octet[..4].iter().sum::<i32>();
+        sums[1] += octet[4..].iter().sum::<i32>();
+        let quads = [0, 2, 4, 6, 1, 3, 5, 7].map(|j: usize| octet[j] as u8);
+        // SAFETY: the caller's octets.
+        unsafe { to.add(i * stride).cast::<[u8; OCTET]>().write(quads) };
+    }
+    (scale, packed_sums(sums[0], sums[1]))
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{packed_sums, plain_segment, scales_of};
+    use std::arch::x86_64::*;
+
+    /// Safety: as [`super::segment`], with AVX2.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn segment_avx2(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+        // SAFETY: forwarded.
+        unsafe { plain_segment(x, fixed, to, stride) }
+    }
+
+    /// Safety: as [`super::segment`], with AVX-512F.
+    #[target_feature(enable = "avx512f,avx2")]
+    pub(super) unsafe fn segment_avx512(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+        // SAFETY: masked loads read values of `x` alone; octets are written as far as `x` goes.
+        unsafe {
+            let load = |i: usize| {
+                let mask = if x.len() - i >= 16 { 0xffff } else { (1u16 << (x.len() - i)) - 1 };
+                _mm512_maskz_loadu_ps(mask, x.as_ptr().add(i))
+            };
+            let mut absmax = _mm512_setzero_si512();
+            if fixed.is_none() {
+                for i in (0..x.len()).step_by(16) {
+                    let bits = _mm512_and_si512(_mm512_castps_si512(load(i)), _mm512_set1_epi32(0x7fff_ffff));
+                    absmax = _mm512_max_epu32(absmax, bits);
+                }
+            }
+            let (by, scale) = scales_of(_mm512_reduce_max_epu32(absmax), fixed);
+            let factor = _mm512_set1_ps(by);
+            // A run without a scale has codes 0.
+            let keep = if scale.is_nan() { 0 } else { 0xffff };
+            let quads = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            let mut sums = _mm512_setzero_si512();
+            for i in (0..x.len()).step_by(16) {
+                let scaled = if fixed.is_some() {
+                    let c = _mm512_max_ps(_mm512_div_ps(load(i), factor), _mm512_set1_ps(-128.0));
+                    _mm512_min_ps(c, _mm512_set1_ps(127.0))
+                } else {
+                    _mm512_mul_ps(load(i), factor)
+                };
+                let codes = _mm512_maskz_cvtps_epi32(keep, scaled);
+                sums = _mm512_add_epi32(sums, codes);
+                let bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(codes), quads);
+                let to = to.add(i / 8 * stride);
+                _mm_storel_epi64(to.cast(), bytes);
+                if x.len() - i > 8 {
+                    _mm_storel_epi64(to.add(stride).cast(), _mm_unpackhi_epi64(bytes, bytes));
+                }
+            }
+            // Lanes 0 to 3 and 8 to 11 are columns 0 to 3 of an octet.
+            let halves = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64::<1>(sums));
+            let pairs = _mm_hadd_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves));
+            let both = _mm_hadd_epi32(pairs, pairs);
+            (scale, packed_sums(_mm_cvtsi128_si32(both), _mm_extract_epi32::<1>(both)))
+        }
+    }
+}
