@@ -323,6 +323,8 @@ mod tests {
             "{% for i in range(10000) %}{% for j in range(10000) %}{{ j }}{% endfor %}{% endfor %}",
             "{% for i in range(10**9) %}x{% endfor %}",
             "{{ raise_exception('roles must alternate') }}",
+            "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+            "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
             "{{ missing.field.of.nothing }}",
         ] {
             let e = template(source).unwrap().render(&chat(&user)).unwrap_err();

@@ -393,7 +393,8 @@ impl<'m> Engine<'m> {
                 self.running[i].planned = tokens;
                 return;
             }
-            if self.prefixes.forget(&mut self.pool, lacking) == 0
+            // One a request at least, so that a full list is not searched for every block.
+            if self.prefixes.forget(&mut self.pool, lacking.max(self.running.len())) == 0
                 && let Some(mut newest) = self.running.pop()
             {
                 self.free(&mut newest);

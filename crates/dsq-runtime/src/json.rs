@@ -145,6 +145,8 @@ impl<'de> Deserialize<'de> for Json {
 
 /// Deepest nesting that is written, so that a template cannot use up the stack.
 const DEEPEST: usize = 200;
+/// Longest text that is written, in bytes: a list that holds itself twice, sixty times over, would have no end.
+const LONGEST: usize = 16 << 20;
 
 /// How a value is written.
 pub(crate) enum Style<'a> {
@@ -163,6 +165,9 @@ impl Style<'_> {
         let fail = |problem: String| Err(Error::new(ErrorKind::InvalidOperation, problem));
         if depth > DEEPEST {
             return fail(format!("expected values nested at most {DEEPEST} deep, got more"));
+        }
+        if out.len() > LONGEST {
+            return fail(format!("expected a value of at most {LONGEST} bytes when written, got more"));
         }
         let json = matches!(self, Self::Dumps { .. });
         match value.kind() {

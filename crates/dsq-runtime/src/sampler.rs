@@ -5,10 +5,11 @@
 //! filter sees the probabilities that the one before it left, as transformers' `LogitsProcessorList` has it. One difference:
 //! of logits equal to the k-th, transformers keeps all, this the lowest ids.
 //!
-//! Cost: one scan of the vocabulary, and one `exp` a token of it where top-k is off and min-p does not bound the candidates.
-//! Nothing sorts the vocabulary: only what the filters can keep is collected and sorted.
+//! Cost: two scans of the vocabulary, and one `exp` a token of it where top-k is off. Nothing sorts the vocabulary: only what the
+//! filters can keep is collected and sorted. Sums run in an order of their own, so a draw is the same on every machine.
 
 use crate::RuntimeError;
+use dsq_kernels::elementwise::exp_below;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::cmp::Ordering;
@@ -48,16 +49,17 @@ pub struct Sampler {
     candidates: Vec<Candidate>,
 }
 
+/// A token and its logit or weight.
 #[derive(Debug, Clone, Copy)]
 struct Candidate {
-    logit: f32,
+    value: f32,
     id: u32,
 }
 
 impl Candidate {
     /// Most likely first; of equals the lowest id.
     fn order(&self, other: &Self) -> Ordering {
-        other.logit.total_cmp(&self.logit).then(self.id.cmp(&other.id))
+        other.value.total_cmp(&self.value).then(self.id.cmp(&other.id))
     }
 }
 
@@ -133,74 +135,126 @@ impl Sampler {
     }
 
     fn choose(&mut self, logits: &mut [f32]) -> Result<u32, RuntimeError> {
-        if let Some(&value) = logits.iter().find(|x| x.is_nan() || **x == f32::INFINITY) {
-            return Err(RuntimeError::Numerics { what: "logits".into(), value });
-        }
-        let empty = || RuntimeError::Numerics { what: "logits".into(), value: f32::NEG_INFINITY };
-        let best = (0..logits.len()).reduce(|a, b| if logits[b] > logits[a] { b } else { a }).ok_or_else(empty)?;
-        let top = logits[best];
-        if top == f32::NEG_INFINITY {
-            return Err(empty());
-        }
+        let top = largest(logits)?;
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.settings;
         if temperature == 0.0 {
-            return Ok(best as u32);
+            return Ok(logits.iter().position(|&x| x == top).unwrap_or(0) as u32);
         }
         // The most likely token has weight 1, so min_p is a bound on weights.
-        let weight = |logit: f32| ((logit - top) / temperature).exp();
-        if top_k == 0 && top_p == 1.0 && min_p == 0.0 {
-            logits.iter_mut().for_each(|x| *x = weight(*x));
-            let total = logits.iter().map(|&w| f64::from(w)).sum();
-            return Ok(self.draw(total, logits.iter().copied().zip(0..)));
-        }
-        let mut candidates = std::mem::take(&mut self.candidates);
-        let mut total = None;
-        if top_k > 0 {
-            most_likely(logits, top_k, &mut candidates);
+        if top_k == 0 {
+            exp_below(logits, top, temperature);
+            if top_p == 1.0 && min_p == 0.0 {
+                return Ok(self.draw(logits) as u32);
+            }
+            // All tokens below a weight of (1 - top_p) / n of the total have less than 1 - top_p together, so the others reach
+            // top_p; a little less than that, for the roundings.
+            let total = sum(logits);
+            let floor = if top_p < 1.0 { (1.0 - top_p) * total as f32 / logits.len() as f32 * 0.999 } else { 0.0 };
+            let floor = floor.max(min_p).max(LEAST);
+            self.candidates.clear();
+            let likely = logits.iter().zip(0..).filter(|(w, _)| **w >= floor);
+            self.candidates.extend(likely.map(|(&value, id)| Candidate { value, id }));
+            self.candidates.sort_unstable_by(Candidate::order);
+            self.draw_filtered(logits, total)
         } else {
-            let mut floor = f64::from(min_p);
-            if top_p < 1.0 {
-                let sum: f64 = logits.iter().map(|&x| f64::from(weight(x))).sum();
-                total = Some(sum);
-                // All tokens below this weight together have less than 1 - top_p, so the others reach top_p.
-                floor = floor.max((1.0 - f64::from(top_p)) * sum / logits.len() as f64);
-            }
-            // A little more than the bound, for the roundings; the exact cuts come below.
-            let least = f64::from(temperature) * (floor.ln() - 1e-3);
-            let likely = |&(_, x): &(usize, &f32)| f64::from(*x) - f64::from(top) >= least;
-            candidates.clear();
-            let found = logits.iter().enumerate().filter(likely);
-            candidates.extend(found.map(|(i, &logit)| Candidate { logit, id: i as u32 }));
+            most_likely(logits, top_k, &mut self.candidates);
+            self.candidates.sort_unstable_by(Candidate::order);
+            self.candidates.truncate(top_k);
+            let weights = &mut logits[..self.candidates.len()];
+            weights.iter_mut().zip(&self.candidates).for_each(|(w, c)| *w = c.value);
+            exp_below(weights, top, temperature);
+            self.candidates.iter_mut().zip(&*weights).for_each(|(c, w)| c.value = *w);
+            let total = sum(weights);
+            self.draw_filtered(weights, total)
         }
-        candidates.sort_unstable_by(Candidate::order);
-        candidates.truncate(if top_k > 0 { top_k } else { usize::MAX });
-        let weights = || candidates.iter().map(|c| weight(c.logit));
-        let total = total.unwrap_or_else(|| weights().map(f64::from).sum());
-        let (mut kept, mut mass) = (0, 0.0);
-        for w in weights() {
-            if kept > 0 && (mass >= f64::from(top_p) * total || w < min_p || w == 0.0) {
-                break;
-            }
-            mass += f64::from(w);
-            kept += 1;
-        }
-        let id = self.draw(mass, candidates[..kept].iter().map(|c| (weight(c.logit), c.id)));
-        self.candidates = candidates;
-        Ok(id)
     }
 
-    /// One of the weighted ids, whose weights have the sum `total`.
-    fn draw(&mut self, total: f64, weighted: impl Iterator<Item = (f32, u32)>) -> u32 {
-        let mut at = self.rng.random::<f64>() * total;
-        let mut last = 0;
-        for (weight, id) in weighted.filter(|(w, _)| *w > 0.0) {
-            last = id;
-            at -= f64::from(weight);
-            if at < 0.0 {
+    /// One of the candidates, which are sorted weights, after top-p of `total` and min-p. `room` holds as many.
+    fn draw_filtered(&mut self, room: &mut [f32], total: f64) -> Result<u32, RuntimeError> {
+        let Sampling { top_p, min_p, .. } = self.settings;
+        let (mut kept, mut mass) = (0, 0.0);
+        for (w, c) in room.iter_mut().zip(&self.candidates) {
+            if kept > 0 && (mass >= f64::from(top_p) * total || c.value < min_p.max(LEAST)) {
                 break;
             }
+            *w = c.value;
+            mass += f64::from(c.value);
+            kept += 1;
         }
-        last
+        let drawn = self.draw(&room[..kept]);
+        Ok(self.candidates[drawn].id)
+    }
+
+    /// The place of one of the weights, the first of which or a later one is at least [`LEAST`].
+    fn draw(&mut self, weights: &[f32]) -> usize {
+        let mut at = self.rng.random::<f64>() * sum(weights);
+        // Whole parts first, by the sums that make the total.
+        let mut parts = weights.chunks(PART).enumerate().peekable();
+        while let Some((i, part)) = parts.next() {
+            let mass = part_sum(part);
+            if at >= mass && parts.peek().is_some() {
+                at -= mass;
+                continue;
+            }
+            let mut last = None;
+            for (j, &w) in part.iter().enumerate().filter(|(_, w)| **w >= LEAST) {
+                last = Some(i * PART + j);
+                at -= f64::from(w);
+                if at < 0.0 {
+                    break;
+                }
+            }
+            if let Some(found) = last {
+                return found;
+            }
+        }
+        // The roundings left something over after the last weight.
+        weights.iter().rposition(|&w| w >= LEAST).unwrap_or(0)
+    }
+}
+
+/// Weights below it count as zero: `exp` in f32 does not tell them apart, and such a token would come once in 10^37 draws.
+const LEAST: f32 = 1e-37;
+
+/// Values that are summed together.
+const PART: usize = 1024;
+
+/// The sum of at most [`PART`] values, in 16 lanes.
+fn part_sum(part: &[f32]) -> f64 {
+    let (whole, rest) = part.as_chunks::<16>();
+    let mut lanes = [0.0f64; 16];
+    for chunk in whole {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += f64::from(x));
+    }
+    lanes.iter_mut().zip(rest).for_each(|(lane, &x)| *lane += f64::from(x));
+    lanes.iter().sum()
+}
+
+/// The sum of all values, part after part.
+fn sum(values: &[f32]) -> f64 {
+    values.chunks(PART).map(part_sum).sum()
+}
+
+/// The largest logit.
+///
+/// # Errors
+/// As [`Sampler::next`].
+fn largest(logits: &[f32]) -> Result<f32, RuntimeError> {
+    let (whole, rest) = logits.as_chunks::<16>();
+    let (mut lanes, mut sound) = ([f32::NEG_INFINITY; 16], [true; 16]);
+    let mut take = |chunk: &[f32]| {
+        for (j, &x) in chunk.iter().enumerate() {
+            lanes[j] = if x > lanes[j] { x } else { lanes[j] };
+            sound[j] &= x < f32::INFINITY;
+        }
+    };
+    whole.iter().for_each(|chunk| take(chunk));
+    take(rest);
+    let top = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let broken = if sound == [true; 16] { None } else { logits.iter().find(|x| x.is_nan() || **x == f32::INFINITY) };
+    match broken.copied().or((top == f32::NEG_INFINITY).then_some(top)) {
+        Some(value) => Err(RuntimeError::Numerics { what: "logits".into(), value }),
+        None => Ok(top),
     }
 }
 
@@ -212,9 +266,9 @@ fn most_likely(logits: &[f32], k: usize, out: &mut Vec<Candidate>) {
     for (&logit, id) in logits.iter().zip(0..) {
         // Ids come in order, so a later logit equal to the k-th does not displace it.
         if logit > floor {
-            out.push(Candidate { logit, id });
+            out.push(Candidate { value: logit, id });
             if out.len() == full {
-                floor = out.select_nth_unstable_by(k - 1, Candidate::order).1.logit;
+                floor = out.select_nth_unstable_by(k - 1, Candidate::order).1.value;
                 out.truncate(k);
             }
         }
