@@ -79,7 +79,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::usage(message).with_hint("shorten the prompt"));
     }
     let model = LlamaRuntime::load(&checkpoint, global.threads())?;
-    let mut cache = model.new_cache(limit.min(prompt.len() + args.max_tokens))?;
+    let mut cache = model.new_cache(limit.min(prompt.len().saturating_add(args.max_tokens)))?;
     let mut stream = TextStream::new(&tokenizer, stops);
     let (mut text, mut failed, mut ended) = (String::new(), None, false);
     let start = Instant::now();
