@@ -25,6 +25,8 @@ mod int;
 mod int_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int_vnni;
+#[cfg(target_arch = "x86_64")]
+mod int_vnni256;
 mod kernel;
 mod layout;
 mod modes;
