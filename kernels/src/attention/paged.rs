@@ -7,9 +7,10 @@
 //!   [`QuantArgs::quantize`](dsq_quant::QuantArgs::quantize) gives: an i8, or the byte of an E4M3 number.
 //! - Padding, and positions that no query sees, may hold anything: they reach no result.
 
+use super::sight::Sight;
 use crate::memory::Lines;
 use crate::simd::LANES;
-use dsq_quant::{KvGrid, QuantType};
+use dsq_quant::KvGrid;
 use half::f16;
 
 /// Positions of a block.
@@ -55,11 +56,6 @@ impl KvFormat {
             Self::Codes(grid) => [grid.k.scale, grid.v.scale],
         }
     }
-
-    /// Whether codes are FP8 (else INT8).
-    pub(super) fn is_fp8(&self) -> bool {
-        matches!(self, Self::Codes(grid) if grid.args.qtype == QuantType::Fp8E4M3)
-    }
 }
 
 /// Keys and values of one layer, allocated once.
@@ -76,22 +72,6 @@ pub struct PagedLayer {
     pub(super) format: KvFormat,
     blocks: usize,
     pub(super) store: Lines,
-}
-
-/// Which positions a query sees.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Sight {
-    /// The last so many, at least 1; `usize::MAX`: all.
-    pub window: usize,
-    /// And the first so many.
-    pub sinks: usize,
-}
-
-impl Sight {
-    /// The first position of the window of the query at `p`.
-    pub fn start(&self, p: usize) -> usize {
-        (p + 1).saturating_sub(self.window)
-    }
 }
 
 impl PagedLayer {
