@@ -6,6 +6,7 @@ pub mod eval;
 mod eval_images;
 pub mod export;
 pub mod inspect;
+pub mod profile;
 pub mod quantize;
 pub mod regress;
 pub mod run;

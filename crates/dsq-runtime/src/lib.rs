@@ -10,6 +10,7 @@ mod feed_forward;
 mod generate;
 mod image;
 mod llama;
+mod profile;
 mod rope;
 mod sampler;
 mod streamed;
@@ -24,6 +25,7 @@ pub use image::ImageRuntime;
 pub use llama::{Entry, LlamaRuntime, Logits};
 #[doc(no_inline)]
 pub use dsq_kernels::Activations;
+pub use profile::{Cost, Op};
 pub use sampler::{Sampler, Sampling};
 pub use streamed::{streamed_bytes, streamed_logits};
 pub use tokenizer::{Specials, StreamDecoder, TextTokenizer};

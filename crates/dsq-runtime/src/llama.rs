@@ -8,6 +8,7 @@ use crate::RuntimeError;
 use crate::attention::{self, Attention};
 use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
 use crate::feed_forward::{FeedForward, Room};
+use crate::profile::Op;
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
@@ -46,7 +47,7 @@ pub(crate) struct Layer {
     input_norm: Vec<f32>,
     pub(crate) attention: Attention,
     post_norm: Vec<f32>,
-    feed_forward: FeedForward,
+    pub(crate) feed_forward: FeedForward,
 }
 
 /// A language model ready to run on the CPU.
@@ -117,6 +118,15 @@ impl LlamaRuntime {
     /// The architecture.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
+    }
+
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The matrix of the logits, and how its input is quantized.
+    pub(crate) fn head(&self) -> (&Linear, &Option<InputGrid>) {
+        (self.head.as_ref().unwrap_or(&self.embedding), &self.head_input)
     }
 
     /// Worker threads.
@@ -275,6 +285,7 @@ impl LlamaRuntime {
         let KvPool { layers, rope, scratch, .. } = pool;
         scratch.resize(m, widths(c, self.widest));
         scratch.positions.clear();
+        scratch.clock.enter(usize::MAX);
         let mut queries = Vec::with_capacity(parts.len());
         let mut row = 0;
         for (e, part) in parts {
@@ -284,6 +295,7 @@ impl LlamaRuntime {
             queries.push(Queries { table: &e.sequence.table, past, tokens: part.len() });
             row += part.len();
         }
+        scratch.clock.lap(Op::Embed);
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
             layer.run(c, i, self.activations, &queries, kv, rope, scratch)?;
         }
@@ -292,9 +304,10 @@ impl LlamaRuntime {
 
     /// Logits of the rows that the entries ask for.
     fn append_logits(&self, parts: &[(&Entry, std::ops::Range<usize>)], scratch: &mut Scratch, out: &mut Vec<f32>) {
-        let matrix = self.head.as_ref().unwrap_or(&self.embedding);
-        let head = Head { norm: &self.final_norm, matrix, input: &self.head_input, mode: self.activations };
+        let (matrix, input) = self.head();
+        let head = Head { norm: &self.final_norm, matrix, input, mode: self.activations };
         let (mut row, mut wanted) = (0, 0);
+        scratch.clock.enter(usize::MAX);
         for (e, part) in parts {
             let rows = match e.logits {
                 Logits::None => row..row,
@@ -306,7 +319,9 @@ impl LlamaRuntime {
             wanted += rows.len();
             row += part.len();
         }
+        scratch.clock.lap(Op::Norm);
         head.run(&self.config, wanted, scratch, out);
+        scratch.clock.lap(Op::Head);
     }
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
@@ -377,12 +392,16 @@ impl Layer {
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
+        scratch.clock.enter(i);
         rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
+        scratch.clock.lap(Op::Norm);
         self.attention.run(c, i, mode, batch, kv, rope, scratch)?;
-        let Scratch { hidden, normed, gate, up, ffn, delta, .. } = scratch;
+        let Scratch { hidden, normed, gate, up, ffn, delta, clock, .. } = scratch;
         add_rms_norm(hidden, delta, &self.post_norm, c.rms_norm_eps, normed);
-        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn }, delta);
+        clock.lap(Op::Norm);
+        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn, clock }, delta);
         add(hidden, delta);
+        clock.lap(Op::Add);
         Ok(())
     }
 }

@@ -1,7 +1,9 @@
 //! The forms in which a cache holds a value, and how sixteen of them become f32 in registers. Not where they lie (see `paged.rs`
 //! and `cache.rs`), not how they are made.
 
+use super::paged::KvFormat;
 use crate::simd::Simd;
+use dsq_quant::QuantType;
 
 /// A form in which the cache holds a value.
 pub(super) trait Form {
@@ -53,3 +55,44 @@ impl Form for E4m3 {
         unsafe { S::mul(S::e4m3(p), scale) }
     }
 }
+
+/// The forms, as a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    F32,
+    F16,
+    Int8,
+    E4m3,
+}
+
+impl Kind {
+    pub(super) fn of(format: &KvFormat) -> Self {
+        match format {
+            KvFormat::F32 => Self::F32,
+            KvFormat::F16 => Self::F16,
+            KvFormat::Codes(grid) if grid.args.qtype == QuantType::Fp8E4M3 => Self::E4m3,
+            KvFormat::Codes(_) => Self::Int8,
+        }
+    }
+}
+
+/// [`dispatch!`](crate::simd::dispatch) of a kernel that is generic over the form as well.
+macro_rules! on_form {
+    ($isa:expr, $kind:expr, $kernel:ident ($($arg:ident : $t:ty),* $(,)?)) => {
+        match $kind {
+            $crate::attention::form::Kind::F32 => {
+                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::F32>($($arg: $t),*))
+            }
+            $crate::attention::form::Kind::F16 => {
+                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::F16>($($arg: $t),*))
+            }
+            $crate::attention::form::Kind::Int8 => {
+                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::Int8>($($arg: $t),*))
+            }
+            $crate::attention::form::Kind::E4m3 => {
+                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::E4m3>($($arg: $t),*))
+            }
+        }
+    };
+}
+pub(super) use on_form;

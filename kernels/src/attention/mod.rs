@@ -21,10 +21,12 @@
 mod cache;
 mod form;
 mod fused;
+mod kernel;
 mod mass;
 mod paged;
 #[cfg(test)]
 mod paged_tests;
+mod sight;
 #[cfg(test)]
 mod tests;
 
@@ -41,6 +43,9 @@ use cache::Store;
 use dsq_quant::QuantType;
 use form::{E4m3, F32, Form, Int8};
 use std::ops::Range;
+
+/// Positions of a run of `fused.rs`. Part of its contract: another length gives other bits.
+const RUN: usize = 256;
 
 /// Queries of one head that are worked on together.
 const TILE: usize = 4;

@@ -1,6 +1,7 @@
 //! Tests of the paged cache and its attention: against f64, of equal bits however the work is cut, and of what must not be read.
 
-use super::fused::{RUN, attend_on};
+use super::RUN;
+use super::fused::attend_on;
 use super::{BLOCK, KvFormat, LayerCache, PagedLayer, Queries, attend, attend_paged, attention_mass};
 use crate::{Isa, Team};
 use dsq_quant::{KvGrid, QuantArgs, QuantType};

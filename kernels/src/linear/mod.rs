@@ -25,6 +25,8 @@ mod int;
 mod int_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int_vnni;
+#[cfg(target_arch = "x86_64")]
+mod int_vnni256;
 mod kernel;
 mod layout;
 mod modes;
@@ -35,6 +37,7 @@ mod tests;
 mod tests_int;
 
 pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
+pub(crate) use int::IntPath;
 pub use reference::{matmul_int8_reference, matmul_reference};
 
 use crate::parallel::{OutPtr, split};

@@ -18,7 +18,7 @@ impl Simd for Scalar {
     type V = [f32; LANES];
     const TILE_BLOCKS: usize = 1;
     const TILE_TOKENS: usize = 1;
-    const VECTORS: usize = 8;
+    const VECTORS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
