@@ -155,33 +155,35 @@ pub(crate) fn matmul(
 fn multiply(path: IntPath, p: &Panels, blocks: Range<usize>, rounded: &Rounded, out: OutPtr) {
     let tiles = rounded.tiles();
     let chunk = (CHUNK_BYTES / (p.k * path.widest())).max(4);
+    // With one tile there is nothing to come back for.
+    let step = if tiles == 1 { blocks.len() } else { 1 }.max(1);
     for from in (0..tiles).step_by(chunk) {
-        for block in blocks.clone() {
+        for block in blocks.clone().step_by(step) {
             for i in from..tiles.min(from + chunk) {
-                // SAFETY: the block exists, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
+                // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
                 // blocks of the parts are disjoint; the path was detected.
-                unsafe { tile(path, p, block, rounded.tile(i), out.get()) };
+                unsafe { tile(path, p, block..blocks.end.min(block + step), rounded.tile(i), out.get()) };
             }
         }
     }
 }
 
-/// One block of 16 rows for one tile of tokens.
+/// Blocks of 16 rows for one tile of tokens.
 ///
-/// Safety: the CPU has the path; the block exists; the tile is of `p`'s segments; `out` is writable for the rows of the tile.
-unsafe fn tile(path: IntPath, p: &Panels, block: usize, t: Tile, out: *mut f32) {
+/// Safety: the CPU has the path; the blocks exist; the tile is of `p`'s segments; `out` is writable for the rows of the tile.
+unsafe fn tile(path: IntPath, p: &Panels, blocks: Range<usize>, t: Tile, out: *mut f32) {
     // SAFETY: forwarded.
     unsafe {
         match path {
-            IntPath::Scalar => scalar_tile(p, block, t, out),
+            IntPath::Scalar => blocks.for_each(|block| scalar_tile(p, block, t, out)),
             #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 => super::int_avx2::tile(p, block, t, out),
+            IntPath::Avx2 => super::int_avx2::tile(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]
-            IntPath::Vnni256 => super::int_vnni256::tile(p, block, t, out),
+            IntPath::Vnni256 => super::int_vnni256::tile(p, blocks, t, out),
             #[cfg(all(test, target_arch = "x86_64"))]
-            IntPath::Vnni256Vl => super::int_vnni256::tile_vl(p, block, t, out),
+            IntPath::Vnni256Vl => super::int_vnni256::tile_vl(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]
-            IntPath::Vnni512 => super::int_vnni::tile(p, block, t, out),
+            IntPath::Vnni512 => super::int_vnni::tile(p, blocks, t, out),
         }
     }
 }

@@ -10,28 +10,29 @@ use super::kernel::{scale, store_row};
 use super::layout::{BLOCK, OCTET, Panels};
 use crate::simd::Avx2;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// How far ahead of what is multiplied weights are asked for.
 const AHEAD: usize = 2048;
 
 macro_rules! kernel {
     ($tile:ident, $tokens:ident, $features:literal, $dot:ident) => {
-        /// One block of 16 rows for one tile of up to 4 tokens.
+        /// Blocks of 16 rows for one tile of up to 4 tokens.
         ///
         /// Safety: the features; the rest as [`super::int::tile`].
         #[target_feature(enable = $features)]
-        pub(super) unsafe fn $tile(p: &Panels, block: usize, tile: Tile, out: *mut f32) {
+        pub(super) unsafe fn $tile(p: &Panels, blocks: Range<usize>, tile: Tile, out: *mut f32) {
             // SAFETY: forwarded.
             unsafe {
                 match (tile.tokens, is_int8(p)) {
-                    (1, false) => $tokens::<1, false>(p, block, tile, out),
-                    (2, false) => $tokens::<2, false>(p, block, tile, out),
-                    (3, false) => $tokens::<3, false>(p, block, tile, out),
-                    (4, false) => $tokens::<4, false>(p, block, tile, out),
-                    (1, true) => $tokens::<1, true>(p, block, tile, out),
-                    (2, true) => $tokens::<2, true>(p, block, tile, out),
-                    (3, true) => $tokens::<3, true>(p, block, tile, out),
-                    (4, true) => $tokens::<4, true>(p, block, tile, out),
+                    (1, false) => blocks.for_each(|b| $tokens::<1, false>(p, b, tile, out)),
+                    (2, false) => blocks.for_each(|b| $tokens::<2, false>(p, b, tile, out)),
+                    (3, false) => blocks.for_each(|b| $tokens::<3, false>(p, b, tile, out)),
+                    (4, false) => blocks.for_each(|b| $tokens::<4, false>(p, b, tile, out)),
+                    (1, true) => blocks.for_each(|b| $tokens::<1, true>(p, b, tile, out)),
+                    (2, true) => blocks.for_each(|b| $tokens::<2, true>(p, b, tile, out)),
+                    (3, true) => blocks.for_each(|b| $tokens::<3, true>(p, b, tile, out)),
+                    (4, true) => blocks.for_each(|b| $tokens::<4, true>(p, b, tile, out)),
                     _ => unreachable!("tiles have 1 to 4 tokens"),
                 }
             }

@@ -6,12 +6,6 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-/// What a nibble in bits `4j..4j + 4` of a number with the exponent of `2^(23 - 4j)` is above, and 8.
-#[inline(always)]
-fn nibble_offset(j: i32) -> f32 {
-    (1i32 << (23 - 4 * j)) as f32 + 8.0
-}
-
 /// Applies a two-register operation half by half.
 macro_rules! halves {
     ($f:ident, $a:expr, $b:expr) => {
@@ -83,12 +77,13 @@ impl Simd for Avx2 {
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
             let half = |p: *const u8| {
-                // See the AVX-512 path.
+                // A nibble in bits 4j to 4j + 3 below the exponent of 2^(23 - 4j) is that number plus the nibble: no shift, no
+                // conversion, and the difference is exact. One shift brings nibbles 5 to 7 there.
                 let words = _mm256_loadu_si256(p.cast());
                 let (words, j) = if j < 5 { (words, j) } else { (_mm256_srli_epi32::<20>(words), j - 5) };
                 let field = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * j)));
                 let sum = _mm256_or_si256(field, _mm256_set1_epi32((150 - 4 * j) << 23));
-                _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps(nibble_offset(j)))
+                _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps((1i32 << (23 - 4 * j)) as f32 + 8.0))
             };
             [half(p), half(p.add(32))]
         }
@@ -237,19 +232,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
-            // A nibble in bits 4j to 4j + 3 below the exponent of 2^(23 - 4j) is that number plus the nibble: no shift, no
-            // conversion, and the difference is exact. One shift brings nibbles 5 to 7 there. Where the nibble is lowest, a
-            // permutation reads the low 4 bits of each lane and looks it up.
+            // The permutation reads the low 4 bits of each lane: shift and look up, no mask, no conversion.
+            let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
             let words = _mm512_loadu_si512(p.cast());
-            let (words, j) = if j < 5 { (words, j) } else { (_mm512_srli_epi32::<20>(words), j - 5) };
-            if j == 0 {
-                let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
-                return _mm512_permutexvar_ps(words, table);
-            }
-            let exponent = _mm512_set1_epi32((150 - 4 * j) << 23);
-            // (words & mask) | exponent
-            let sum = _mm512_ternarylogic_epi32::<0xea>(words, _mm512_set1_epi32(15 << (4 * j)), exponent);
-            _mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(nibble_offset(j)))
+            _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
         }
     }
     #[inline(always)]
