@@ -24,5 +24,6 @@ pub mod train;
 
 pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
-pub use linear::{FloatLinear, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many};
+pub use linear::{FloatLinear, FloatPacking, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many};
+pub use memory::KeepMemory;
 pub use team::Team;

@@ -92,8 +92,9 @@ impl Attention {
         Ok(Self { kind, o, o_input, o_bias, kv: model.kv_grid(i)?, window: config.window(i) })
     }
 
-    /// What attention adds to the residual stream, in the place of its normed rows `scratch.normed [m, d]`; keys and values go into
-    /// the cache behind the `past` positions that it holds.
+    /// What attention adds to the residual stream, in the place of its normed rows `scratch.normed [m, d]`. The rows are those of one
+    /// sequence after the other, `caches` how many each has and its cache; keys and values go into the cache behind the `past`
+    /// positions that it holds. Row `t` is rotated by entry `past + t` of `rope`.
     ///
     /// # Errors
     /// [`RuntimeError::Numerics`] for a key or value that is not finite and has no code in the cache.
@@ -102,7 +103,7 @@ impl Attention {
         c: &LlamaConfig,
         layer: usize,
         past: usize,
-        cache: &mut LayerCache,
+        caches: &mut [(usize, &mut LayerCache)],
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
@@ -112,15 +113,20 @@ impl Attention {
             Kind::Grouped(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]], mixed),
             Kind::Latent(a) => a.heads(c, past, rope, normed, m, [&mut q[..], &mut k[..], &mut v[..]]),
         }
-        let [_, k_width, v_width, o_width] = widths(c);
-        for t in 0..m {
-            let (k, v) = (&k[t * k_width..][..k_width], &v[t * v_width..][..v_width]);
-            if self.kv.is_some() {
-                expect_finite(layer, past + t, k, v)?;
+        let [q_width, k_width, v_width, o_width] = widths(c);
+        let mut first = 0;
+        for (rows, cache) in caches {
+            for t in 0..*rows {
+                let (k, v) = (&k[(first + t) * k_width..][..k_width], &v[(first + t) * v_width..][..v_width]);
+                if self.kv.is_some() {
+                    expect_finite(layer, past + t, k, v)?;
+                }
+                cache.put(past + t, k, v);
             }
-            cache.put(past + t, k, v);
+            let (q, mixed) = (&q[first * q_width..][..*rows * q_width], &mut mixed[first * o_width..]);
+            attend(cache, q, c.num_attention_heads, past, &mut mixed[..*rows * o_width]);
+            first += *rows;
         }
-        attend(cache, q, c.num_attention_heads, past, mixed);
         quantize_rows(mixed, o_width, &self.o_input);
         self.o.matmul(mixed, m, normed);
         add_bias(normed, &self.o_bias);

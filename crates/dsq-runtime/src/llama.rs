@@ -9,11 +9,11 @@ use crate::attention::{self, Attention};
 use crate::cache::{KvCache, Scratch};
 use crate::feed_forward::{FeedForward, Room};
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
+use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::LayerCache;
 use dsq_kernels::elementwise::rms_norm;
 use dsq_kernels::fake_quant::fake_quant_rows;
-use dsq_kernels::{FloatLinear, Linear, Team};
+use dsq_kernels::{FloatLinear, FloatPacking, Linear, Team};
 use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
@@ -181,7 +181,7 @@ impl LlamaRuntime {
         embed(&self.embedding, tokens, &mut scratch.hidden);
         let mut out = vec![0.0; m * h];
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
-            layer.run(c, i, past, kv, rope, scratch, &mut out)?;
+            layer.run(c, i, past, &mut [(m, kv)], rope, scratch, &mut out)?;
         }
         Ok(())
     }
@@ -256,7 +256,8 @@ pub(crate) fn embed(embedding: &Linear, tokens: &[u32], hidden: &mut [f32]) {
 }
 
 impl Layer {
-    /// Takes the residual stream `scratch.hidden [m, d]` through the layer; `out` is room of its size.
+    /// Takes the residual stream `scratch.hidden [m, d]` through the layer; `out` is room of its size. For the rows see
+    /// [`Attention::run`].
     ///
     /// # Errors
     /// As [`Attention::run`].
@@ -266,13 +267,13 @@ impl Layer {
         c: &LlamaConfig,
         i: usize,
         past: usize,
-        kv: &mut LayerCache,
+        caches: &mut [(usize, &mut LayerCache)],
         rope: &RopeTable,
         scratch: &mut Scratch,
         out: &mut [f32],
     ) -> Result<(), RuntimeError> {
         rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
-        self.attention.run(c, i, past, kv, rope, scratch)?;
+        self.attention.run(c, i, past, caches, rope, scratch)?;
         let Scratch { hidden, normed, gate, up, ffn, .. } = scratch;
         add(hidden, normed);
         rms_norm(hidden, &self.post_norm, c.rms_norm_eps, normed);
@@ -392,6 +393,9 @@ impl Part<'_> {
 
 pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    if let Some(packed) = packed_as_read(model, module)? {
+        return Ok(packed);
+    }
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
         LinearWeight::Ordered { matrix, order } => Linear::ordered(&matrix, order).map_err(quant),
@@ -400,6 +404,28 @@ pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, Runtime
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)
         }
     }
+}
+
+/// A float matrix of a folder, packed out of its stored bytes; `None` for any other weight.
+fn packed_as_read(model: &Checkpoint, module: &str) -> Result<Option<Linear>, RuntimeError> {
+    let tied = matches!(model.config(), ModelConfig::Llama(c) if c.tie_word_embeddings) && module == "lm_head";
+    let name = format!("{module}.weight");
+    let (false, Some(info), Some(dtype)) =
+        (tied || model.is_quantized(module), model.info(&name), model.dtype(&name).and_then(Dtype::float))
+    else {
+        return Ok(None);
+    };
+    // Anything else is refused, or read, as every weight is.
+    let &[n, k] = &info.shape[..] else { return Ok(None) };
+    if n * k == 0 {
+        return Ok(None);
+    }
+    let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    let mut packing = FloatPacking::new(n, k, dtype).map_err(quant)?;
+    if !model.read_runs(&name, packing.run_bytes(), |run| packing.add(run))? {
+        return Ok(None);
+    }
+    packing.finish().map(|l| Some(Linear::Float(l))).map_err(quant)
 }
 
 /// The dtype in which a float weight is stored, so that packing is exact; f32 for what was dequantized.

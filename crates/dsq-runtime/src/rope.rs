@@ -17,6 +17,15 @@ impl RopeTable {
         Self { half: rotary.frequencies.len(), cos, sin }
     }
 
+    /// The positions of each of some tables, one after the other; all of one model.
+    pub(crate) fn joined(tables: &[Self]) -> Self {
+        Self {
+            half: tables.first().map_or(0, |t| t.half),
+            cos: tables.iter().flat_map(|t| &t.cos).copied().collect(),
+            sin: tables.iter().flat_map(|t| &t.sin).copied().collect(),
+        }
+    }
+
     /// Rotates the heads of one token's row `[heads, d]` in place.
     pub(crate) fn rotate(&self, row: &mut [f32], position: usize) {
         let at = position * self.half..(position + 1) * self.half;

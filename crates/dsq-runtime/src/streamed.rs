@@ -6,10 +6,12 @@ use crate::attention;
 use crate::cache::Scratch;
 use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config};
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LlamaConfig};
-use dsq_kernels::Team;
+use dsq_checkpoint::{Checkpoint, Dtype, LlamaConfig};
+use dsq_kernels::{KeepMemory, Team};
 use rayon::prelude::*;
 
+/// The tensor of the rows that tokens become.
+const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Bytes of layers that are in memory together, unless one alone has more.
 const TOGETHER: u64 = 1 << 30;
 
@@ -33,31 +35,47 @@ pub fn streamed_logits(
 
     let [q, k, v, mixed] = attention::widths(c);
     let (h, f) = (c.hidden_size, (0..c.num_hidden_layers).map(|i| c.widest_block(i)).max().unwrap_or(0));
-    let embedding = linear(model, "model.embed_tokens")?;
-    let mut runs: Vec<(Scratch, RopeTable)> = Vec::with_capacity(sequences.len());
-    for tokens in sequences {
-        let mut scratch = Scratch::default();
-        scratch.resize(tokens.len(), [h, h, q, k, v, mixed, f, f, f]);
-        embed(&embedding, tokens, &mut scratch.hidden);
-        runs.push((scratch, RopeTable::new(tokens.len(), &c.rotary())));
-    }
+    let _keep = KeepMemory::new();
     let tied = c.tie_word_embeddings && !model.is_quantized("lm_head");
-    let embedding = Some(embedding).filter(|_| tied);
+    // Of an embedding that is no head a few rows are enough, where they can be read alone.
+    let floats = !model.is_quantized("model.embed_tokens") && model.dtype(EMBEDDING).and_then(Dtype::float).is_some();
+    let embedding = if floats && !tied { None } else { Some(linear(model, "model.embed_tokens")?) };
+    // All sequences go through a layer together, so that its weights are read and widened once.
+    let rows: usize = sequences.iter().map(Vec::len).sum();
+    let mut scratch = Scratch::default();
+    scratch.resize(rows, [h, h, q, k, v, mixed, f, f, f]);
+    let rope = RopeTable::joined(&sequences.iter().map(|s| RopeTable::new(s.len(), &c.rotary())).collect::<Vec<_>>());
+    let all = sequences.concat();
+    match &embedding {
+        Some(embedding) => embed(embedding, &all, &mut scratch.hidden),
+        None => {
+            for (&id, row) in all.iter().zip(scratch.hidden.chunks_exact_mut(h)) {
+                let values = model.read_row(EMBEDDING, id as usize)?.unwrap_or_default();
+                row.iter_mut().zip(values).for_each(|(x, value)| *x = value);
+            }
+        }
+    }
+    let embedding = embedding.filter(|_| tied);
 
     let together = (TOGETHER / layer_bytes(model).max(1)).clamp(1, threads.max(1) as u64) as usize;
     for first in (0..c.num_hidden_layers).step_by(together) {
         let numbers = first..(first + together).min(c.num_hidden_layers);
         let layers = pool
             .install(|| numbers.clone().into_par_iter().map(|i| layer(model, c, i)).collect::<Result<Vec<_>, _>>())?;
-        team.enter(|| -> Result<(), RuntimeError> {
-            for (i, layer) in numbers.zip(&layers) {
-                for (scratch, rope) in &mut runs {
-                    let mut cache = attention::new_cache(c, &layer.attention, scratch.hidden.len() / h);
-                    let mut out = vec![0.0; scratch.hidden.len()];
-                    layer.run(c, i, 0, &mut cache, rope, scratch, &mut out)?;
+        std::thread::scope(|scope| {
+            // The disk reads what comes next meanwhile; this thread waits for it, and does nothing else.
+            let next = numbers.end..(numbers.end + together);
+            scope.spawn(|| names_of(model, next).iter().for_each(|name| model.read_ahead(name)));
+            team.enter(|| -> Result<(), RuntimeError> {
+                let mut out = vec![0.0; scratch.hidden.len()];
+                for (i, layer) in numbers.zip(&layers) {
+                    let cache = |s: &Vec<u32>| attention::new_cache(c, &layer.attention, s.len());
+                    let mut caches: Vec<_> = sequences.iter().map(cache).collect();
+                    let mut caches: Vec<_> = sequences.iter().map(Vec::len).zip(&mut caches).collect();
+                    layer.run(c, i, 0, &mut caches, &rope, &mut scratch, &mut out)?;
                 }
-            }
-            Ok(())
+                Ok(())
+            })
         })?;
     }
     let head = match embedding {
@@ -66,14 +84,15 @@ pub fn streamed_logits(
     };
     let (norm, input) = (model.read_f32("model.norm.weight")?, model.input_grid("lm_head")?);
     let head = Head { norm: &norm, matrix: &head, input: &input };
-    Ok(team.enter(|| {
-        let logits = |(scratch, _): &mut (Scratch, RopeTable)| {
-            let mut out = Vec::new();
-            head.run(c, scratch.hidden.len() / h, scratch, &mut out);
-            out
-        };
-        runs.iter_mut().map(logits).collect()
-    }))
+    let mut logits = Vec::new();
+    team.enter(|| head.run(c, rows, &mut scratch, &mut logits));
+    let mut rest = &logits[..];
+    let of = |s: &Vec<u32>| {
+        let (ours, others) = rest.split_at(s.len() * c.vocab_size);
+        rest = others;
+        ours.to_vec()
+    };
+    Ok(sequences.iter().map(of).collect())
 }
 
 /// Bytes that [`streamed_logits`] holds at most, the logits not counted: layers as they are stored (those of a GGUF file in f32) and
@@ -90,11 +109,23 @@ pub fn streamed_bytes(model: &Checkpoint, threads: usize) -> u64 {
     (together * (layer + 12 * largest)).max(3 * ends) + ends
 }
 
+/// The layer of a tensor, by its name.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok())
+}
+
+/// The tensors of some layers.
+fn names_of(model: &Checkpoint, layers: std::ops::Range<usize>) -> Vec<String> {
+    let mut names = model.names();
+    names.retain(|name| layer_of(name).is_some_and(|i| layers.contains(&i)));
+    names
+}
+
 /// Bytes of the largest layer.
 fn layer_bytes(model: &Checkpoint) -> u64 {
     let mut layers = std::collections::BTreeMap::new();
     for name in model.names() {
-        let number = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        let number = layer_of(&name);
         if let (Some(number), Some(info)) = (number, model.info(&name)) {
             let bytes = if model.is_gguf() { 4 * info.shape.iter().product::<usize>() as u64 } else { info.bytes };
             *layers.entry(number).or_insert(0) += bytes;

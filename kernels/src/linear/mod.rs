@@ -21,10 +21,12 @@
 mod kernel;
 mod layout;
 mod reference;
+mod stored;
 #[cfg(test)]
 mod tests;
 
 pub use reference::matmul_reference;
+pub use stored::FloatPacking;
 
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};
