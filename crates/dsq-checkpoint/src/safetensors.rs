@@ -230,8 +230,8 @@ impl SafetensorsFile {
             let run = &mut buffer[..most.min(entry.end - at) as usize];
             read_at(&self.file, &self.path, run, self.data_start + at)?;
             if at >= asked {
-                // Past the end of the tensor too: the next one is asked for next.
-                read_ahead(&self.file, self.data_start + at + most, AHEAD);
+                // Past the end of the tensor too, which is followed by the next one; of small tensors as little.
+                read_ahead(&self.file, self.data_start + at + most, AHEAD.min(entry.end - entry.begin));
                 asked = at + AHEAD / 2;
             }
             take(run);

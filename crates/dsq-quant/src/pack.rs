@@ -93,11 +93,12 @@ fn octet<const BITS: usize>(codes: [u8; 8]) -> u64 {
         u64::MAX >> (64 - bits)
     }
     let gap = 8 - BITS;
-    let x = u64::from_le_bytes(codes) ^ repeated(1 << (BITS - 1), 8);
-    let x = x & repeated(ones(BITS), 8);
-    let x = (x | x >> gap) & repeated(ones(2 * BITS), 16);
-    let x = (x | x >> (2 * gap)) & repeated(ones(4 * BITS), 32);
-    (x | x >> (4 * gap)) & ones(8 * BITS)
+    // Constants by force: the loops that make them are not always seen through.
+    let x = u64::from_le_bytes(codes) ^ const { repeated(1 << (BITS - 1), 8) };
+    let x = x & const { repeated(ones(BITS), 8) };
+    let x = (x | x >> gap) & const { repeated(ones(2 * BITS), 16) };
+    let x = (x | x >> (2 * gap)) & const { repeated(ones(4 * BITS), 32) };
+    (x | x >> (4 * gap)) & const { ones(8 * BITS) }
 }
 
 /// Eight codes of at most four bits as fields of four, plus 8, the first in the low bits.
