@@ -10,10 +10,10 @@ use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
 use crate::feed_forward::{FeedForward, Room};
 use crate::profile::Op;
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
+use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
 use dsq_kernels::elementwise::{add, add_rms_norm, rms_norm};
-use dsq_kernels::{Activations, FloatLinear, Linear, Team, matmul_many_in, matmul_many_on_grid};
+use dsq_kernels::{Activations, FloatLinear, FloatPacking, Linear, Team, matmul_many_in, matmul_many_on_grid};
 use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
@@ -535,6 +535,9 @@ impl Part<'_> {
 
 pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    if let Some(packed) = packed_as_read(model, module)? {
+        return Ok(packed);
+    }
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
         LinearWeight::Ordered { matrix, order } => Linear::ordered(&matrix, order).map_err(quant),
@@ -543,6 +546,28 @@ pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, Runtime
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)
         }
     }
+}
+
+/// A float matrix of a folder, packed out of its stored bytes; `None` for any other weight.
+fn packed_as_read(model: &Checkpoint, module: &str) -> Result<Option<Linear>, RuntimeError> {
+    let tied = matches!(model.config(), ModelConfig::Llama(c) if c.tie_word_embeddings) && module == "lm_head";
+    let name = format!("{module}.weight");
+    let (false, Some(info), Some(dtype)) =
+        (tied || model.is_quantized(module), model.info(&name), model.dtype(&name).and_then(Dtype::float))
+    else {
+        return Ok(None);
+    };
+    // Anything else is refused, or read, as every weight is.
+    let &[n, k] = &info.shape[..] else { return Ok(None) };
+    if n * k == 0 {
+        return Ok(None);
+    }
+    let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    let mut packing = FloatPacking::new(n, k, dtype).map_err(quant)?;
+    if !model.read_runs(&name, packing.run_bytes(), |run| packing.add(run))? {
+        return Ok(None);
+    }
+    packing.finish().map(|l| Some(Linear::Float(l))).map_err(quant)
 }
 
 /// The dtype in which a float weight is stored, so that packing is exact; f32 for what was dequantized.

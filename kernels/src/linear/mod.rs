@@ -31,6 +31,7 @@ mod kernel;
 mod layout;
 mod modes;
 mod reference;
+mod stored;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -39,6 +40,7 @@ mod tests_int;
 pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
 pub(crate) use int::IntPath;
 pub use reference::{matmul_int8_reference, matmul_reference};
+pub use stored::FloatPacking;
 
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};
