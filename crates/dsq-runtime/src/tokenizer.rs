@@ -1,11 +1,13 @@
 //! Text to token ids and back, through the reference implementation of tokenizer.json. Not the chat template (see
 //! `chat.rs`).
 
-use crate::RuntimeError;
+use crate::{RuntimeError, fim};
 use dsq_checkpoint::{Checkpoint, ModelConfig};
+use serde_json::Value;
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{Model, ModelWrapper, OffsetReferential, OffsetType, PreTokenizer, Tokenizer};
+use tokenizers::{AddedToken, Model, ModelWrapper, OffsetReferential, OffsetType, PreTokenizer, Tokenizer};
 
 /// What to do with the texts of special tokens (`<|im_end|>`) inside an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +24,12 @@ pub struct TextTokenizer {
     parse: Tokenizer,
     as_text: Tokenizer,
     specials: Vec<(String, u32)>,
+    vocab_size: usize,
     file: String,
+    /// Put before every text, where tokenizer_config.json says so and the post-processor does not do it.
+    bos: Option<u32>,
+    /// Ids that end an answer.
+    ends: Vec<u32>,
     /// Whether a character that has no token would be left out without a word.
     drops: bool,
 }
@@ -31,25 +38,56 @@ pub struct TextTokenizer {
 const PROBES: [&str; 6] = ["", " a", "Hello, world 123", "éß漢字 🙂 e\u{301}", "\r\n\t  x", "fn main() { 0xff }"];
 
 impl TextTokenizer {
-    /// The tokenizer of a model.
+    /// The tokenizer of a model, with what `tokenizer_config.json` says of its BOS (`add_bos_token`) and what ends an
+    /// answer.
     ///
     /// # Errors
     /// [`RuntimeError::Tokenizer`] when the model has none, it cannot be used, or it has an id beyond the embedding.
     pub fn new(model: &Checkpoint) -> Result<Self, RuntimeError> {
-        let file = model.path().join("tokenizer.json").display().to_string();
+        let folder = model.path().is_dir();
+        let path = if folder { model.path().join("tokenizer.json") } else { model.path().to_path_buf() };
+        let file = path.display().to_string();
         let Some(bytes) = model.tokenizer_json()? else {
-            let problem = "expected tokenizer.json, got no such file (tokenizer.model and vocab.json are not read)";
+            let problem = if folder {
+                "expected tokenizer.json, got no such file (tokenizer.model and vocab.json are not read)"
+            } else {
+                "expected a tokenizer in this file, got none (a GGUF file holds it in tokenizer.ggml keys; other weights need a folder with tokenizer.json)"
+            };
             return Err(broken(&file, "file", problem));
         };
-        let this = Self::from_json(&bytes, &file)?;
+        let mut this = Self::from_json(&bytes, &file)?;
         if let ModelConfig::Llama(config) = model.config()
-            && let Some(id) =
-                this.parse.get_vocab(true).into_values().filter(|&id| id as usize >= config.vocab_size).max()
+            && this.vocab_size > config.vocab_size
         {
-            let problem = format!("expected ids below the embedding's {} rows, got {id}", config.vocab_size);
+            let (rows, id) = (config.vocab_size, this.vocab_size - 1);
+            let problem = format!("expected ids below the embedding's {rows} rows, got {id}");
             return Err(broken(&file, "vocab", problem));
         }
+        let config = TokenizerConfig::of(model)?;
+        if let (Some(true), Some(bos)) = (config.add_bos, &config.bos)
+            && this.prefix()?.is_empty()
+        {
+            this.bos = this.special_id(bos);
+        }
+        if let ModelConfig::Llama(config) = model.config() {
+            this.ends.clone_from(&config.eos_token_ids);
+        }
+        this.ends.extend(generation_ends(model)?);
+        this.ends.extend(config.eos.and_then(|text| this.special_id(&text)));
+        this.ends.sort_unstable();
+        this.ends.dedup();
         Ok(this)
+    }
+
+    /// Ids that end an answer: those of config.json, of generation_config.json, and the end token of tokenizer_config.json
+    /// (a chat model's is often there alone). Empty for a tokenizer without a model.
+    pub fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
+    /// The file, for messages.
+    pub(crate) fn file(&self) -> &str {
+        &self.file
     }
 
     /// Reads the text of a tokenizer.json; `file` is for messages. Truncation and padding in it are switched off.
@@ -63,6 +101,12 @@ impl TextTokenizer {
             t.with_truncation(None).map_err(|e| broken(file, "truncation", e.to_string()))?;
             t.with_padding(None);
             check_added_tokens(&t, bytes, file)?;
+            if t.get_vocab_size(true) == 0 {
+                return Err(broken(file, "vocab", "expected at least one token, got none"));
+            }
+            let added = t.get_added_tokens_decoder().into_values();
+            let unmarked: Vec<_> = added.filter(|t| !t.special && fim::is_token(&t.content)).collect();
+            t.add_special_tokens(&unmarked.into_iter().map(|t| AddedToken { special: true, ..t }).collect::<Vec<_>>());
             for text in PROBES {
                 let ids = t.encode(text, true).map_err(|e| broken(file, "self test", format!("{text:?}: {e}")))?;
                 t.decode(ids.get_ids(), false).map_err(|e| broken(file, "self test", format!("{text:?}: {e}")))?;
@@ -78,7 +122,7 @@ impl TextTokenizer {
         let mut specials: Vec<_> = parse
             .get_added_tokens_decoder()
             .into_iter()
-            .filter(|(_, t)| t.special && !t.content.is_empty())
+            .filter(|(_, t)| parse.get_added_vocabulary().is_special_token(&t.content))
             .map(|(id, t)| (t.content, id))
             .collect();
         // Longest first, so that `<|im_end|>` is not cut by a token `<|im`.
@@ -86,12 +130,13 @@ impl TextTokenizer {
         let mut as_text = parse.clone();
         as_text.set_encode_special_tokens(true);
         let drops = drops(&parse);
-        Ok(Self { parse, as_text, specials, file: file.into(), drops })
+        let vocab_size = parse.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
+        Ok(Self { vocab_size, parse, as_text, specials, file: file.into(), bos: None, ends: Vec::new(), drops })
     }
 
     /// Number of ids (the largest plus one).
     pub fn vocab_size(&self) -> usize {
-        self.parse.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
+        self.vocab_size
     }
 
     /// Special tokens, longest text first.
@@ -112,12 +157,13 @@ impl TextTokenizer {
         self.run(if specials == Specials::Parse { &self.parse } else { &self.as_text }, text, false)
     }
 
-    /// Ids of a plain prompt: special texts are text, and what the tokenizer's post-processor adds (a BOS) is added.
+    /// Ids of a plain prompt: special texts are text, and what the tokenizer adds to every text (a BOS) is added.
     ///
     /// # Errors
     /// As [`TextTokenizer::encode`].
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, RuntimeError> {
-        self.run(&self.as_text, text, true)
+        let ids = self.run(&self.as_text, text, true)?;
+        Ok(self.bos.into_iter().chain(ids).collect())
     }
 
     fn run(&self, tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, RuntimeError> {
@@ -157,12 +203,12 @@ impl TextTokenizer {
         Err(broken(&self.file, "model", problem))
     }
 
-    /// What the post-processor puts before a text.
+    /// What is put before every text.
     pub(crate) fn prefix(&self) -> Result<Vec<u32>, RuntimeError> {
         // The empty text's ids are prefix and suffix together; a probe's own ids tell them apart.
         let (bare, full) = (self.run(&self.as_text, "x", false)?, self.run(&self.as_text, "x", true)?);
         let at = full.windows(bare.len().max(1)).position(|w| w == bare).unwrap_or(0);
-        Ok(full[..at].to_vec())
+        Ok(self.bos.into_iter().chain(full[..at].iter().copied()).collect())
     }
 
     /// The text of ids; special tokens are left out. Bytes that are no UTF-8 become U+FFFD.
@@ -175,6 +221,62 @@ impl TextTokenizer {
             .map_err(|_| problem(format!("{} cannot decode them", self.file)))?
             .map_err(|e| problem(format!("{} cannot decode them: {e}", self.file)))
     }
+}
+
+/// What the runtime takes from tokenizer_config.json.
+#[derive(Debug, Default)]
+pub(crate) struct TokenizerConfig {
+    pub(crate) bos: Option<String>,
+    pub(crate) eos: Option<String>,
+    add_bos: Option<bool>,
+}
+
+impl TokenizerConfig {
+    /// That of a model; all absent where it has no such file.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Tokenizer`] for text that is no JSON object.
+    pub(crate) fn of(model: &Checkpoint) -> Result<Self, RuntimeError> {
+        let Some(json) = json_file(model, "tokenizer_config.json")? else { return Ok(Self::default()) };
+        // A token is its text, or an object that holds it.
+        let text = |name: &str| {
+            let value = json.get(name)?;
+            value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
+        };
+        let add_bos = json.get("add_bos_token").and_then(Value::as_bool);
+        Ok(Self { bos: text("bos_token"), eos: text("eos_token"), add_bos })
+    }
+}
+
+/// `eos_token_id` of generation_config.json: none, one or several.
+fn generation_ends(model: &Checkpoint) -> Result<Vec<u32>, RuntimeError> {
+    const NAME: &str = "generation_config.json";
+    let value = json_file(model, NAME)?.and_then(|mut v| v.get_mut("eos_token_id").map(Value::take));
+    let list = match value {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(list)) => list,
+        Some(one) => vec![one],
+    };
+    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
+    let of = |v: &Value| {
+        let file = model.path().join(NAME).display().to_string();
+        id(v).ok_or_else(|| broken(&file, "eos_token_id", format!("expected token ids, got {v}")))
+    };
+    list.iter().map(of).collect()
+}
+
+/// A JSON object beside the weights, if the model has it. Of a GGUF file it would say what its config and tokenizer do.
+fn json_file(model: &Checkpoint, name: &str) -> Result<Option<Value>, RuntimeError> {
+    if !model.path().is_dir() {
+        return Ok(None);
+    }
+    let Some(bytes) = model.aux_file(name)? else { return Ok(None) };
+    let file = model.path().join(name).display().to_string();
+    let value: Value = serde_json::from_slice(&bytes).map_err(|e| broken(&file, "file", e.to_string()))?;
+    if !value.is_object() {
+        return Err(broken(&file, "file", "expected a JSON object, got something else"));
+    }
+    Ok(Some(value))
 }
 
 /// The crate gives an added token whose text is not in the vocabulary another id than the file declares, in silence, and
@@ -191,6 +293,7 @@ fn check_added_tokens(t: &Tokenizer, bytes: &[u8], file: &str) -> Result<(), Run
         added_tokens: Vec<Added>,
     }
     let declared: File = serde_json::from_slice(bytes).map_err(|e| broken(file, "added_tokens", e.to_string()))?;
+    let mut by_id = HashMap::new();
     for token in declared.added_tokens {
         let got = t.token_to_id(&token.content);
         if got != Some(token.id) {
@@ -201,11 +304,12 @@ fn check_added_tokens(t: &Tokenizer, bytes: &[u8], file: &str) -> Result<(), Run
                 format!("{:?}: expected id {}, got {got}", token.content, token.id),
             ));
         }
-        if let Some(other) = t.get_vocab(false).into_iter().find(|(text, id)| *id == token.id && *text != token.content)
-        {
-            let problem = format!("{:?}: id {} is also that of {:?}", token.content, token.id, other.0);
-            return Err(broken(file, "added_tokens", problem));
-        }
+        by_id.insert(token.id, token.content);
+    }
+    let twice = |(text, id): &(String, u32)| by_id.get(id).is_some_and(|content| content != text);
+    if let Some((other, id)) = t.get_vocab(false).into_iter().find(twice) {
+        let problem = format!("{:?}: id {id} is also that of {other:?}", by_id[&id]);
+        return Err(broken(file, "added_tokens", problem));
     }
     Ok(())
 }
@@ -254,11 +358,11 @@ impl<'t> StreamDecoder<'t> {
         self.advance(false)
     }
 
-    /// The rest; an incomplete character becomes U+FFFD.
+    /// The rest, when no id follows; an incomplete character becomes U+FFFD.
     ///
     /// # Errors
     /// As [`TextTokenizer::decode`].
-    pub fn finish(mut self) -> Result<String, RuntimeError> {
+    pub fn finish(&mut self) -> Result<String, RuntimeError> {
         self.advance(true)
     }
 

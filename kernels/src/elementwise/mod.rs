@@ -121,6 +121,28 @@ unsafe fn add_range<S: Simd>(x: *mut f32, delta: *const f32, len: usize) {
     unsafe { each!(S, [x.cast_const(), delta], x, len, |a, d| S::add(a, d)) }
 }
 
+/// `x = exp((x - top) / divisor)`, element by element, where `top` is the largest: the weights of a softmax. Saturates as [`exp`], so what is
+/// far below the top becomes 1.2e-38 and not 0.
+pub fn exp_below(x: &mut [f32], top: f32, divisor: f32) {
+    exp_below_on(Isa::detect(), x, top, divisor);
+}
+
+fn exp_below_on(isa: Isa, x: &mut [f32], top: f32, divisor: f32) {
+    let (x, len) = (x.as_mut_ptr(), x.len());
+    // SAFETY: the slice's own values.
+    unsafe { dispatch!(isa, exp_below_range(x: *mut f32, len: usize, top: f32, divisor: f32)) }
+}
+
+/// Safety: the path's features; `x` writable for `len` values.
+#[inline(always)]
+unsafe fn exp_below_range<S: Simd>(x: *mut f32, len: usize, top: f32, divisor: f32) {
+    // SAFETY: forwarded; the arithmetic is lane-wise.
+    unsafe {
+        let (top, divisor) = (S::splat(top), S::splat(divisor));
+        each!(S, [x.cast_const(), x.cast_const()], x, len, |a, _b| exp::<S>(S::div(S::sub(a, top), divisor)));
+    }
+}
+
 /// Rows that a thread is worth waking for.
 const ROWS: usize = 8;
 
