@@ -12,9 +12,6 @@
 //! - Error: `exp` is within 2.5e-7 relative of the exact value on [-87.3, 88.3] (tested over a grid against f64), and
 //!   saturates beyond; SiLU within 6e-7 relative of f64 where `|gate| <= 87`.
 
-#[cfg(test)]
-mod tests;
-
 use crate::Isa;
 use crate::parallel::{OutPtr, split};
 use crate::simd::{LANES, Simd, dispatch, sum};
@@ -294,3 +291,7 @@ unsafe fn silu_mul_range<S: Simd>(gate: *const f32, up: *const f32, len: usize, 
         });
     }
 }
+
+// Behind the macro, which it uses.
+#[cfg(test)]
+mod tests;
