@@ -1,6 +1,7 @@
 //! `dsq bench`: tokens per second of a model for prompts and batches, and which share of the machine's read bandwidth decoding
 //! uses; or, of a recipe, the time of a training step (`bench/train_step.rs`). Not the time of single operations (see `profile.rs`).
 
+mod engine;
 mod train_step;
 
 use super::RuntimeArgs;
@@ -37,6 +38,10 @@ pub struct Args {
     /// Times to do all; the figures are medians (latencies: percentiles over all steps).
     #[arg(long, default_value_t = 5, value_name = "N")]
     repeat: usize,
+    /// Instead: this many steps of an engine that --batch sequences run on at once, while requests of random lengths (up to
+    /// --prompt-tokens and --gen-tokens) come and go; tells how evenly the steps take.
+    #[arg(long, value_name = "N", conflicts_with_all = ["repeat", "plot"])]
+    engine_steps: Option<usize>,
     #[command(flatten)]
     runtime: RuntimeArgs,
     /// Write the rows as CSV.
@@ -74,7 +79,17 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         *kernels.entry(kernel).or_default() += 1;
     }
     let mut rows = Vec::new();
-    for &prompt in &args.prompt_tokens {
+    if let Some(steps) = args.engine_steps {
+        for &sequences in &args.batch {
+            let row = engine::measure(&model, &args, sequences, steps)?;
+            if !global.json {
+                print_engine(&row);
+            }
+            rows.push(row);
+        }
+    }
+    let measured: &[usize] = if args.engine_steps.is_some() { &[] } else { &args.prompt_tokens };
+    for &prompt in measured {
         for &batch in &args.batch {
             let mut row = measure(&model, &args, prompt, batch, global.threads())?;
             row["load_seconds"] = load_seconds.into();
@@ -187,6 +202,28 @@ fn print(row: &Value) {
         number("bytes_per_second") / 1e9,
         100.0 * number("bandwidth_share"),
         number("read_bandwidth") / 1e9
+    ));
+}
+
+fn print_engine(row: &Value) {
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    output::line(format!(
+        "engine, {} sequences, {} threads, {} steps, {} requests",
+        row["batch"], row["threads"], row["steps"], row["requests"]
+    ));
+    output::line(format!("  generation  {:>10.1} tokens/s", number("tokens_per_second")));
+    output::line(format!(
+        "  latency     {:>10.2} ms p50, {:.2} ms p99 ({:.2} of p50) of {} steps with all sequences generating",
+        number("latency_p50_ms"),
+        number("latency_p99_ms"),
+        number("latency_p99_over_p50"),
+        row["full_steps"]
+    ));
+    output::line(format!(
+        "  all steps   {:>10.2} ms p50, {:.2} ms p99; {} reallocations after the warm-up",
+        number("all_steps_p50_ms"),
+        number("all_steps_p99_ms"),
+        row["reallocations"]
     ));
 }
 

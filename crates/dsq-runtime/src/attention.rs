@@ -122,11 +122,16 @@ impl Attention {
             Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], clock),
         }
         let format = cache.format();
-        for (what, values) in [("keys", &k), ("values", &v)] {
-            if let Some(value) = format.refused(values) {
+        let [_, k_width, v_width, _] = widths(c);
+        for (what, rows, width) in [("keys", &k, k_width), ("values", &v, v_width)] {
+            if format.refused(rows).is_none() {
+                continue;
+            }
+            let found = rows.chunks_exact(width).zip(&*positions).find_map(|(row, p)| Some((format.refused(row)?, p)));
+            if let Some((value, position)) = found {
                 let form = if matches!(format, KvFormat::F16) { "f16" } else { "codes" };
-                let what = format!("model.layers.{layer}.self_attn: {what} for a cache of {form}");
-                return Err(RuntimeError::Numerics { what, value });
+                let of = format!("{what} of position {position} for a cache of {form}");
+                return Err(RuntimeError::Numerics { what: format!("model.layers.{layer}.self_attn: {of}"), value });
             }
         }
         cache.put_rows(batch, k, v);
