@@ -56,6 +56,18 @@ impl Form for E4m3 {
     }
 }
 
+/// FP8 by way of f16 comes out as a 256th, with which the scale makes up: the same number is rounded once, so the same bits come out.
+pub(super) struct E4m3By256;
+
+impl Form for E4m3By256 {
+    const BYTES: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
+        // SAFETY: the caller's bytes; the cache holds no NaN codes.
+        unsafe { S::mul(S::e4m3_by_256(p), scale) }
+    }
+}
+
 /// The forms, as a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -74,6 +86,16 @@ impl Kind {
             KvFormat::Codes(_) => Self::Int8,
         }
     }
+
+    /// What [`Form::load`] wants as scales of keys and values; of floats it uses none.
+    pub(super) fn scales(self, format: &KvFormat) -> [f32; 2] {
+        // (256 times a scale is exact and finite: 448 times it is finite.)
+        let by = if self == Self::E4m3 { 256.0 } else { 1.0 };
+        match format {
+            KvFormat::F32 | KvFormat::F16 => [1.0; 2],
+            KvFormat::Codes(grid) => [by * grid.k.scale, by * grid.v.scale],
+        }
+    }
 }
 
 /// [`dispatch!`](crate::simd::dispatch) of a kernel that is generic over the form as well.
@@ -90,7 +112,7 @@ macro_rules! on_form {
                 $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::Int8>($($arg: $t),*))
             }
             $crate::attention::form::Kind::E4m3 => {
-                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::E4m3>($($arg: $t),*))
+                $crate::simd::dispatch!($isa, $kernel::<$crate::attention::form::E4m3By256>($($arg: $t),*))
             }
         }
     };

@@ -23,7 +23,7 @@
 use super::RUN;
 use super::form::Kind;
 use super::kernel::{DIRECT, GROUP, Group, Rows, SCORES, divide, merge, mix, score, soften, widen};
-use super::paged::{BLOCK, PagedLayer};
+use super::paged::{BLOCK, KvFormat, PagedLayer};
 use super::sight::Seen;
 use crate::Isa;
 use crate::parallel::{OutPtr, split, split_costs};
@@ -31,8 +31,8 @@ use crate::simd::LANES;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Rows (queries times heads of a kv head) of a tile, unless one query has more.
-const ROWS: usize = 24;
+/// Rows (queries times heads of a kv head) of a tile, unless one query has more; of f32, and of what is widened once a tile.
+const ROWS: [usize; 2] = [24, 48];
 /// Sequences of up to so many tiles are divided by run as well.
 const SPLIT_TILES: usize = 2;
 
@@ -158,7 +158,8 @@ pub(super) fn attend_on(
 impl Plan {
     /// Divides the work. Checks that every block that will be read exists.
     fn make(&mut self, layer: &PagedLayer, sequences: &[Queries<'_>], group: usize, state: usize) {
-        let (sight, tile) = (layer.sight, (ROWS / group).max(1));
+        let rows = ROWS[usize::from(layer.format != KvFormat::F32)];
+        let (sight, tile) = (layer.sight, (rows / group).max(1));
         self.units.clear();
         self.ends.clear();
         self.merges.clear();
@@ -215,23 +216,26 @@ struct Room {
     total: *mut f32,
     /// Keys or values of [`GROUP`] blocks as f32.
     wide: *mut f32,
+    /// The queries `[rows][d]` of a tile.
+    q: *mut f32,
 }
 
 impl Room {
-    fn cut(memory: &mut Vec<f32>, rows: usize, state: usize, wide: usize) -> Self {
-        let sizes = [rows * SCORES, rows * state, rows * state, wide].map(|n| n.next_multiple_of(LANES));
+    fn cut(memory: &mut Vec<f32>, rows: usize, state: usize, d: usize, padded: usize) -> Self {
+        let wide = GROUP * BLOCK * d.max(padded);
+        let sizes = [rows * SCORES, rows * state, rows * state, wide, rows * d].map(|n| n.next_multiple_of(LANES));
         let need = sizes.iter().sum::<usize>() + LANES;
         if memory.len() < need {
             memory.resize(need, 0.0);
         }
         let skip = memory.as_ptr().align_offset(64).min(LANES);
         let mut rest = &mut memory[skip..];
-        let [scores, run, total, wide] = sizes.map(|n| {
+        let [scores, run, total, wide, q] = sizes.map(|n| {
             let (part, more) = std::mem::take(&mut rest).split_at_mut(n);
             rest = more;
             part.as_mut_ptr()
         });
-        Self { scores, run, total, wide }
+        Self { scores, run, total, wide, q }
     }
 }
 
@@ -252,10 +256,15 @@ impl Job<'_> {
     /// Safety: `units` are of the plan, and no other thread's.
     unsafe fn run(&self, units: &[Unit], memory: &mut Vec<f32>) {
         let most = units.iter().map(|u| u.queries * self.group).max().unwrap_or(0);
-        let room = Room::cut(memory, most, self.state, GROUP * BLOCK * self.layer.d.max(self.layer.padded()));
+        let room = Room::cut(memory, most, self.state, self.layer.d, self.layer.padded());
         for (i, unit) in units.iter().enumerate() {
             let next = units.get(i + 1).unwrap_or(unit);
-            let tile = Tile { job: self, unit, next, room: &room, seen: self.seen(unit), rows: self.rows(unit) };
+            let rows = self.rows(unit);
+            let q = (self.q as *const f32).wrapping_add(self.first(unit) * self.layer.d);
+            // Those of one query lie together already.
+            // SAFETY: rows and heads of the unit are in range.
+            let q = if unit.queries == 1 { q } else { unsafe { gather(q, &rows, self.layer.d, room.q) } };
+            let tile = Tile { job: self, unit, next, room: &room, seen: self.seen(unit), rows, q };
             // SAFETY: the room is large enough for the rows of every unit; the partials of `unit` are `rows` states.
             unsafe {
                 if let Some(partial) = unit.partial {
@@ -321,6 +330,19 @@ struct Tile<'a> {
     room: &'a Room,
     seen: Seen,
     rows: Rows,
+    /// The queries `[rows][d]`.
+    q: *const f32,
+}
+
+/// Copies rows of `d` values to `to`, one after another.
+///
+/// Safety: the rows are readable, `to` has room.
+unsafe fn gather(from: *const f32, rows: &Rows, d: usize, to: *mut f32) -> *const f32 {
+    for row in 0..rows.count {
+        // SAFETY: the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(rows.place(row) * d), to.add(row * d), d) };
+    }
+    to
 }
 
 /// Pointers to the blocks of `from` on, up to `GROUP` of those before `end`; the last is repeated.
@@ -341,18 +363,19 @@ impl Tile<'_> {
         }
         let relative = |r: Range<usize>| r.start - start..r.end - start;
         let places = segments.clone().map(|s| relative(s.start * BLOCK..s.end * BLOCK));
-        for query in 0..unit.queries {
+        // Queries that see all of the blocks are softened together.
+        let first = self.seen.positions(run, unit.position).map(relative);
+        let last = self.seen.positions(run, self.seen.last).map(relative);
+        let step = if first == places && last == places { unit.queries } else { 1 };
+        for query in (0..unit.queries).step_by(step) {
             let seen = self.seen.positions(run, unit.position + query).map(relative);
-            for row in query * job.group..(query + 1) * job.group {
-                // SAFETY: scores and states of the row.
-                unsafe {
-                    let state = std::slice::from_raw_parts_mut(states.add(row * job.state), job.state);
-                    state.fill(0.0);
-                    if !seen[0].is_empty() {
-                        let mut weights = [0.0; 2];
-                        soften(job.isa, self.room.scores.add(row * SCORES), &places, &seen, &mut weights);
-                        state[job.state - LANES..][..2].copy_from_slice(&weights);
-                    }
+            let (row, rows) = (query * job.group, step * job.group);
+            // SAFETY: scores and states of the rows.
+            unsafe {
+                let to = states.add(row * job.state);
+                std::slice::from_raw_parts_mut(to, rows * job.state).fill(0.0);
+                if !seen[0].is_empty() {
+                    soften(job.isa, self.room.scores.add(row * SCORES), rows, &places, &seen, to, job.state);
                 }
             }
         }
@@ -374,7 +397,7 @@ impl Tile<'_> {
             } else {
                 group_of(segment.start, segment.end, |b| job.values(unit, b))
             };
-            let [key_scale, _] = layer.format.scales();
+            let [key_scale, _] = job.kind.scales(&layer.format);
             let mut keys = Group { at, next, scale: key_scale };
             let mut kind = job.kind;
             // SAFETY: blocks of the plan; scores have room for a group behind the run.
@@ -386,9 +409,8 @@ impl Tile<'_> {
                     kind = Kind::F32;
                     keys.at = group_of(0, n, |b| self.room.wide.wrapping_add(b * size).cast_const().cast());
                 }
-                let q = (job.q as *const f32).add(job.first(unit) * layer.d);
                 let scores = self.room.scores.add(block * BLOCK - run * RUN);
-                score(job.isa, kind, q, &self.rows, &keys, n, layer.d, layer.scale, scores);
+                score(job.isa, kind, self.q, self.rows.count, &keys, n, layer.d, layer.scale, scores);
             }
         }
     }
@@ -429,13 +451,13 @@ impl Tile<'_> {
         let at = group_of(block, end, |b| job.values(unit, b));
         let next =
             if end < segment.end { group_of(end, segment.end, |b| job.values(unit, b)) } else { self.keys_after(run) };
-        let [_, scale] = layer.format.scales();
+        let [_, scale] = job.kind.scales(&layer.format);
         let mut values = Group { at, next, scale };
         let mut kind = job.kind;
         let within = positions.start - block * BLOCK..positions.end - block * BLOCK;
         // SAFETY: blocks of the plan; scores and states of the rows are set.
         unsafe {
-            if kind != Kind::F32 && rows.len() > DIRECT {
+            if kind != Kind::F32 && rows.len() > DIRECT && within.len() >= BLOCK {
                 let size = padded * BLOCK;
                 for b in 0..end - block {
                     widen(job.isa, kind, at[b], size, scale, self.room.wide.add(b * size));

@@ -51,14 +51,6 @@ impl KvFormat {
         // Written so that NaN is found.
         values.iter().find(|x| !matches!(x.abs().partial_cmp(&limit), Some(std::cmp::Ordering::Less))).copied()
     }
-
-    /// The scales of keys and values; of floats 1, which is not used.
-    pub(super) fn scales(&self) -> [f32; 2] {
-        match self {
-            Self::F32 | Self::F16 => [1.0; 2],
-            Self::Codes(grid) => [grid.k.scale, grid.v.scale],
-        }
-    }
 }
 
 /// Keys and values of one layer, allocated once.

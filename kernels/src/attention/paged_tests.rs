@@ -98,7 +98,7 @@ impl Case {
             .with_sinks(sinks);
         layer.store.as_mut_slice().fill(0xff);
         let table: Vec<u32> = (0..blocks).map(|b| ((b * 7 + 2) % (blocks + 3)) as u32).collect();
-        let table = if (blocks + 3) % 7 == 0 { (1..=blocks as u32).rev().collect() } else { table };
+        let table = if (blocks + 3).is_multiple_of(7) { (1..=blocks as u32).rev().collect() } else { table };
         let (k, v) =
             (wave(self.positions * self.kv_heads * self.d, 2), wave(self.positions * self.kv_heads * self.value, 3));
         for t in 0..self.positions {
@@ -205,7 +205,8 @@ fn pieces_and_threads_change_no_bit() {
         for chunk in [1, 2, 5, 16, case.positions.div_ceil(2)] {
             assert!(same_bits(&filled.attended(isa, chunk), &whole), "{case:?} {sight:?} {isa:?} pieces of {chunk}");
         }
-        for threads in [1, 2, 3] {
+        // (Threads are slow to start.)
+        for threads in if i % 3 == 0 { vec![1, 2, 3] } else { vec![] } {
             let run = || [case.positions, 7, 1].map(|chunk| filled.attended(Isa::detect(), chunk));
             let team = Team::new(threads).unwrap().enter(run);
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run);
@@ -382,6 +383,7 @@ fn masses_are_the_weights_that_positions_receive() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
     /// Any sight, length, cut and format: every path, whole and cut, gives the same bits.
     #[test]
     fn any_cut_of_any_sequence(

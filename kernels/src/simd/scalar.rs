@@ -88,6 +88,10 @@ impl Simd for Scalar {
         unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(|c| MiniFloat::E4M3.decode(c))
     }
     #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
+        unsafe { Self::e4m3(p) }.map(|x| x / 256.0)
+    }
+    #[inline(always)]
     unsafe fn e5m2(p: *const u8) -> Self::V {
         unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(|c| MiniFloat::E5M2.decode(c))
     }

@@ -122,12 +122,15 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe { Self::mul(Self::e4m3_by_256(p), Self::splat(256.0)) }
+    }
+    #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
         unsafe {
             // As a binary16 with the same bits the value is 2^-8 of what it should be, subnormal codes included.
             let half = |p: *const u8| {
                 let bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())), 7);
-                let half = _mm_and_si128(bits, _mm_set1_epi16(0xbfffu16 as i16));
-                _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
+                _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(0xbfffu16 as i16)))
             };
             [half(p), half(p.add(8))]
         }
@@ -262,11 +265,14 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe { Self::mul(Self::e4m3_by_256(p), Self::splat(256.0)) }
+    }
+    #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
         unsafe {
             // See the AVX2 path.
             let bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())), 7);
-            let half = _mm256_and_si256(bits, _mm256_set1_epi16(0xbfffu16 as i16));
-            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+            _mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(0xbfffu16 as i16)))
         }
     }
     #[inline(always)]
