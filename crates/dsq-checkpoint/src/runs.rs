@@ -79,7 +79,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let name = "lm_head.weight";
         let config = serde_json::json!({
-            "model_type": "llama", "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 0, "vocab_size": 7,
+            "model_type": "llama", "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "vocab_size": 7,
             "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 8, "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         });
@@ -89,8 +89,17 @@ mod tests {
                 let data = (0..shape.iter().product::<usize>()).map(|i| dtype.round((i as f32 * 0.7).sin())).collect();
                 NamedTensor { name: name.into(), data: TensorData::Float { shape: shape.to_vec(), data, dtype } }
             };
-            let tensors =
-                [float(name, &[7, 4]), float("model.embed_tokens.weight", &[7, 4]), float("model.norm.weight", &[4])];
+            let mut tensors = vec![
+                float(name, &[7, 4]),
+                float("model.embed_tokens.weight", &[7, 4]),
+                float("model.norm.weight", &[4]),
+            ];
+            for part in ["self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"] {
+                tensors.push(float(&format!("model.layers.0.{part}_proj.weight"), &[4, 4]));
+            }
+            for norm in ["input_layernorm", "post_attention_layernorm"] {
+                tensors.push(float(&format!("model.layers.0.{norm}.weight"), &[4]));
+            }
             write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
             let model = Checkpoint::open(dir.path()).unwrap();
             let (whole, bytes) = (model.read_f32(name).unwrap(), model.read_stored(name).unwrap().1);
