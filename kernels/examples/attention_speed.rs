@@ -1,13 +1,13 @@
-//! How fast attention reads keys and values when it decodes, and how many multiply-adds it does on a prompt, beside the cache of one
-//! sequence (`attend`) in the same rounds. Not a test: it asserts nothing.
+//! How fast attention reads keys and values when it decodes, and how many multiply-adds it does on a prompt. Not a test: it asserts
+//! nothing.
 //!
 //!     cargo run --release -p dsq-kernels --example attention_speed [ROUNDS [HEADS KV_HEADS D [THREADS...]]]
 //!
 //! The shape is SmolLM2-135M's unless given: 9 heads, 3 of keys and values, 64 wide. Decode: one token of one sequence, through 30 layers
-//! one after another, so that long caches do not stay in the processor. Every round runs each in turn; of each layer, and of a prompt, the
+//! one after another, so that long caches do not stay in the processor. Of each layer, and of a prompt, the
 //! best round counts, which other work on the machine changes least. `share` is of the bandwidth that reading alone reaches. Prints one JSON object a line.
 
-use dsq_kernels::attention::{BLOCK, KvFormat, LayerCache, PagedLayer, Queries, attend, attend_paged};
+use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries, attend};
 use dsq_kernels::{Team, measure_read_bandwidth};
 use dsq_quant::{KvGrid, QuantArgs, QuantType};
 use std::time::Instant;
@@ -32,27 +32,18 @@ struct Shape {
 }
 
 impl Shape {
-    /// The same keys and values in both caches; the old one has no f16.
-    fn filled(&self, format: KvFormat, positions: usize) -> (PagedLayer, Option<LayerCache>, Vec<u32>) {
+    fn filled(&self, format: KvFormat, positions: usize) -> (PagedLayer, Vec<u32>) {
         let blocks = positions.div_ceil(BLOCK);
         let scale = 1.0 / (self.d as f32).sqrt();
-        let mut new = PagedLayer::new(blocks, self.kv_heads, [self.d; 2], scale, format);
-        let mut old = match format {
-            KvFormat::F32 => Some(LayerCache::new(positions, self.kv_heads, self.d, None)),
-            KvFormat::F16 => None,
-            KvFormat::Codes(grid) => Some(LayerCache::new(positions, self.kv_heads, self.d, Some(grid))),
-        };
+        let mut layer = PagedLayer::new(blocks, self.kv_heads, [self.d; 2], scale, format);
         // Blocks in no order, as after many sequences.
         let step = (0..).map(|i| 7 + 2 * i).find(|s| gcd(*s, blocks) == 1).unwrap_or(1);
         let table: Vec<u32> = (0..blocks).map(|b| (b * step % blocks) as u32).collect();
         for t in 0..positions {
             let (k, v) = (wave(self.kv_heads * self.d, t), wave(self.kv_heads * self.d, t + 1));
-            new.put(&table, t, &k, &v);
-            if let Some(old) = &mut old {
-                old.put(t, &k, &v);
-            }
+            layer.put(&table, t, &k, &v);
         }
-        (new, old, table)
+        (layer, table)
     }
 }
 
@@ -77,69 +68,52 @@ fn main() {
     let row = shape.heads * shape.d;
     for (name, format) in formats {
         for positions in [64, 256, 1024, 4096, 4112, 8192] {
-            let (layer, old, table) = shape.filled(format, positions);
-            let layers: Vec<(PagedLayer, Option<LayerCache>)> =
-                (0..LAYERS).map(|_| (layer.clone(), old.clone())).collect();
+            let (layer, table) = shape.filled(format, positions);
+            let layers: Vec<PagedLayer> = (0..LAYERS).map(|_| layer.clone()).collect();
             let (q, mut out) = (wave(row, 1), vec![0.0; row]);
             let queries = [Queries { table: &table, past: positions - 1, tokens: 1 }];
             let bytes = (LAYERS * 2 * shape.kv_heads * shape.d * positions * format.bytes()) as f64;
             for team in &teams {
-                let mut best = vec![[f64::INFINITY; 2]; LAYERS];
+                let mut best = [f64::INFINITY; LAYERS];
                 let mut read = 0.0f64;
                 for round in 0..rounds {
                     if round % 4 == 0 {
                         read = read.max(measure_read_bandwidth(team.threads()));
                     }
                     team.enter(|| {
-                        for time in [0, 1] {
-                            for ((new, old), best) in layers.iter().zip(&mut best) {
-                                let s = seconds(|| match (time, old) {
-                                    (0, _) => attend_paged(new, &queries, &q, shape.heads, &mut out),
-                                    (_, Some(old)) => attend(old, &q, shape.heads, positions - 1, &mut out),
-                                    _ => {}
-                                });
-                                best[time] = best[time].min(s);
-                            }
+                        for (layer, best) in layers.iter().zip(&mut best) {
+                            *best = best.min(seconds(|| attend(layer, &queries, &q, shape.heads, &mut out)));
                         }
                     });
                 }
-                let [new_s, old_s] = [0, 1].map(|i| best.iter().map(|b| b[i]).sum::<f64>());
-                let (ratio, share) = (old_s / new_s, bytes / new_s / read);
+                let time = best.iter().sum::<f64>();
+                let share = bytes / time / read;
                 println!(
                     "{{\"decode\": \"{name}\", \"positions\": {positions}, \"threads\": {}, \"us_per_layer\": {:.1}, \
-                     \"gb_per_s\": {:.2}, \"share\": {share:.2}, \"times_old\": {}}}",
+                     \"gb_per_s\": {:.2}, \"share\": {share:.2}}}",
                     team.threads(),
-                    new_s * 1e6 / LAYERS as f64,
-                    bytes / new_s / 1e9,
-                    if old.is_some() { format!("{ratio:.2}") } else { "null".into() },
+                    time * 1e6 / LAYERS as f64,
+                    bytes / time / 1e9,
                 );
             }
         }
     }
     for (name, format) in formats {
         for past in [0, 3584] {
-            let (layer, old, table) = shape.filled(format, past + PROMPT);
+            let (layer, table) = shape.filled(format, past + PROMPT);
             let (q, mut out) = (wave(PROMPT * row, 1), vec![0.0; PROMPT * row]);
             let queries = [Queries { table: &table, past, tokens: PROMPT }];
             let work = (past + 1..=past + PROMPT).sum::<usize>() * 2 * row;
             for team in &teams {
-                let [mut new_s, mut old_s] = [f64::INFINITY; 2];
+                let mut best = f64::INFINITY;
                 for _ in 0..rounds {
-                    team.enter(|| {
-                        let s = seconds(|| attend_paged(&layer, &queries, &q, shape.heads, &mut out));
-                        new_s = new_s.min(s);
-                        if let Some(old) = &old {
-                            old_s = old_s.min(seconds(|| attend(old, &q, shape.heads, past, &mut out)));
-                        }
-                    });
+                    team.enter(|| best = best.min(seconds(|| attend(&layer, &queries, &q, shape.heads, &mut out))));
                 }
-                let ratio = old_s / new_s;
                 println!(
                     "{{\"prefill\": \"{name}\", \"past\": {past}, \"tokens\": {PROMPT}, \"threads\": {}, \
-                     \"gmacs_per_s\": {:.1}, \"times_old\": {}}}",
+                     \"gmacs_per_s\": {:.1}}}",
                     team.threads(),
-                    work as f64 / new_s / 1e9,
-                    if old.is_some() { format!("{ratio:.2}") } else { "null".into() },
+                    work as f64 / best / 1e9,
                 );
             }
         }

@@ -26,8 +26,8 @@ pub mod train;
 pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
 pub use linear::{
-    Activations, FloatLinear, FloatPacking, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many, matmul_many_in,
-    matmul_many_on_grid,
+    Activations, FloatLinear, FloatPacking, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many,
+    matmul_many_in, matmul_many_on_grid,
 };
 pub use memory::KeepMemory;
 pub use roofline::{Rates, measure_rates};

@@ -154,28 +154,6 @@ impl Lines {
     }
 }
 
-/// f32 values in [`Lines`].
-#[derive(Debug, Clone)]
-pub(crate) struct Floats(Lines);
-
-impl Floats {
-    /// `len` zeros, rounded up to whole cache lines.
-    pub(crate) fn zeroed(len: usize) -> Self {
-        Self(Lines::zeroed(len * size_of::<f32>()))
-    }
-
-    pub(crate) fn as_slice(&self) -> &[f32] {
-        // SAFETY: aligned to a cache line, and any bits are an f32.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<f32>()) }
-    }
-
-    pub(crate) fn as_mut_slice(&mut self) -> &mut [f32] {
-        let bytes = self.0.as_mut_slice();
-        // SAFETY: as in `as_slice`, borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len() / size_of::<f32>()) }
-    }
-}
-
 impl Clone for Lines {
     fn clone(&self) -> Self {
         let mut copy = Self::zeroed(self.len);

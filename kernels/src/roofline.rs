@@ -120,7 +120,14 @@ mod x86 {
             }
         };
     }
-    chains!(vnni512, "avx512f,avx512bw,avx512vnni", __m512i, _mm512_setzero_si512, _mm512_set1_epi8, _mm512_dpbusd_epi32);
+    chains!(
+        vnni512,
+        "avx512f,avx512bw,avx512vnni",
+        __m512i,
+        _mm512_setzero_si512,
+        _mm512_set1_epi8,
+        _mm512_dpbusd_epi32
+    );
     chains!(vnni256, "avx2,avxvnni", __m256i, _mm256_setzero_si256, _mm256_set1_epi8, _mm256_dpbusd_avx_epi32);
     chains!(avx2, "avx2", __m256i, _mm256_setzero_si256, _mm256_set1_epi8, |s, a, b| _mm256_add_epi16(
         s,

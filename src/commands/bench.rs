@@ -58,7 +58,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return train_step::run(&args.model, &args.set, steps, global);
     }
     let numbers = [("--gen-tokens", args.gen_tokens), ("--repeat", args.repeat)].into_iter();
-    let lists = args.prompt_tokens.iter().map(|&n| ("--prompt-tokens", n)).chain(args.batch.iter().map(|&n| ("--batch", n)));
+    let lists =
+        args.prompt_tokens.iter().map(|&n| ("--prompt-tokens", n)).chain(args.batch.iter().map(|&n| ("--batch", n)));
     if let Some((name, _)) = numbers.chain(lists).find(|&(_, n)| n == 0) {
         return Err(CliError::usage(format!("{name}: expected at least 1, got 0")));
     }
@@ -113,13 +114,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 }
 
 /// One row: `batch` sequences, each with a prompt of its own.
-fn measure(
-    model: &LlamaRuntime,
-    args: &Args,
-    prompt: usize,
-    batch: usize,
-    threads: usize,
-) -> Result<Value, CliError> {
+fn measure(model: &LlamaRuntime, args: &Args, prompt: usize, batch: usize, threads: usize) -> Result<Value, CliError> {
     let len = prompt + args.gen_tokens;
     let mut pool = args.runtime.new_pool(model, batch, len)?;
     // The ids decide nothing about the speed; a fixed walk through the vocabulary avoids a hot embedding row.
@@ -134,7 +129,11 @@ fn measure(
         }
         let start = Instant::now();
         for (sequence, ids) in sequences.iter_mut().zip(&ids) {
-            model.step(&mut pool, &mut [Entry { sequence, tokens: &ids[..prompt], logits: Logits::Last }], &mut logits)?;
+            model.step(
+                &mut pool,
+                &mut [Entry { sequence, tokens: &ids[..prompt], logits: Logits::Last }],
+                &mut logits,
+            )?;
         }
         prompts.push((batch * prompt) as f64 / start.elapsed().as_secs_f64());
         let start = Instant::now();
@@ -247,9 +246,8 @@ const COLUMNS: [&str; 14] = [
 
 fn write_files(args: &Args, rows: &[Value]) -> Result<(), CliError> {
     if let Some(path) = &args.csv {
-        let line = |row: &Value| {
-            COLUMNS.map(|c| row[c].as_str().map_or_else(|| row[c].to_string(), str::to_owned)).join(",")
-        };
+        let line =
+            |row: &Value| COLUMNS.map(|c| row[c].as_str().map_or_else(|| row[c].to_string(), str::to_owned)).join(",");
         let lines: Vec<String> = std::iter::once(COLUMNS.join(",")).chain(rows.iter().map(line)).collect();
         write(path, &(lines.join("\n") + "\n"))?;
     }

@@ -68,15 +68,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         (0..args.batch).map(|b| (0..len).map(|i| ((i + 31 * b) * 7919 % vocab) as u32).collect()).collect();
     let mut sequences: Vec<Sequence> = (0..args.batch).map(|_| pool.new_sequence()).collect();
     let (bandwidth, rates) = (measure_read_bandwidth(global.threads()), measure_rates(global.threads()));
-    let predict = |cost: &Cost| {
-        rates.region + (cost.bytes / bandwidth).max(cost.float / rates.float + cost.int8 / rates.int8)
-    };
+    let predict =
+        |cost: &Cost| rates.region + (cost.bytes / bandwidth).max(cost.float / rates.float + cost.int8 / rates.int8);
     let mut logits = Vec::new();
     let mut step = |pool: &mut KvPool, sequences: &mut [Sequence], from: usize, to: usize| {
         let entries = sequences.iter_mut().zip(&ids);
-        let mut entries: Vec<Entry> = entries
-            .map(|(sequence, ids)| Entry { sequence, tokens: &ids[from..to], logits: Logits::Last })
-            .collect();
+        let mut entries: Vec<Entry> =
+            entries.map(|(sequence, ids)| Entry { sequence, tokens: &ids[from..to], logits: Logits::Last }).collect();
         model.step(pool, &mut entries, &mut logits)
     };
     step(&mut pool, &mut sequences, 0, args.prompt_tokens)?;
@@ -109,7 +107,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         });
         write_atomic(path, format!("{file:#}\n").as_bytes())?;
     }
-    let sums: Vec<_> = phases.iter().flat_map(|(phase, lines)| sum(lines).into_iter().map(move |l| (*phase, l))).collect();
+    let sums: Vec<_> =
+        phases.iter().flat_map(|(phase, lines)| sum(lines).into_iter().map(move |l| (*phase, l))).collect();
     if global.json {
         let rows: Vec<_> = sums.iter().map(|(phase, line)| row(phase, line)).collect();
         output::line(json!({ "command": "profile", "rates": rates, "rows": rows }).to_string());

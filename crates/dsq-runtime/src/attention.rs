@@ -10,7 +10,7 @@ use crate::llama::{Part, add_bias, product};
 use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
-use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend_paged};
+use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend};
 use dsq_kernels::elementwise::rms_norm;
 use dsq_kernels::{Activations, Linear};
 use dsq_quant::{InputGrid, KvGrid};
@@ -136,7 +136,7 @@ impl Attention {
         }
         cache.put_rows(batch, k, v);
         clock.lap(Op::Put);
-        attend_paged(cache, batch, q, c.num_attention_heads, mixed);
+        attend(cache, batch, q, c.num_attention_heads, mixed);
         clock.lap(Op::Attend);
         product(mode, &self.o_input, &[&self.o], mixed, positions.len(), &mut [&mut *delta]);
         add_bias(delta, &self.o_bias);

@@ -5,8 +5,8 @@
 //! added in increasing order, whatever tokens they share a product with.
 
 use crate::RuntimeError;
-use crate::profile::{Clock, Op};
 use crate::llama::{Part, add_bias, linear, product};
+use crate::profile::{Clock, Op};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
 use dsq_kernels::elementwise::{add, silu_mul};
 use dsq_kernels::{Activations, Linear};

@@ -94,7 +94,17 @@ impl LlamaRuntime {
         })?;
         let head_input = model.input_grid("lm_head")?;
         let widest = (0..config.num_hidden_layers).map(|i| config.widest_block(i)).max().unwrap_or(0);
-        Ok(Self { config, embedding, layers, final_norm, head, head_input, widest, activations: Activations::Float, team })
+        Ok(Self {
+            config,
+            embedding,
+            layers,
+            final_norm,
+            head,
+            head_input,
+            widest,
+            activations: Activations::Float,
+            team,
+        })
     }
 
     /// With another form of the activations that go into linear layers whose checkpoint stores none.

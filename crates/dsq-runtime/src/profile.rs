@@ -160,7 +160,8 @@ impl LlamaRuntime {
         for (i, layer) in self.layers().iter().enumerate() {
             let mut push = |op, cost| out.push((Some(i), op, cost));
             let linears = layer.attention.linears();
-            let (output, before) = linears.split_last().map_or((&[][..], &[][..]), |(o, rest)| (std::slice::from_ref(o), rest));
+            let (output, before) =
+                linears.split_last().map_or((&[][..], &[][..]), |(o, rest)| (std::slice::from_ref(o), rest));
             push(Op::Norm, values(m * 7.0 * h));
             push(Op::Qkv, of(before, m, 1.0));
             push(Op::Rotate, values(m * 2.0 * (q + k)));
@@ -173,7 +174,8 @@ impl LlamaRuntime {
             push(Op::Output, of(output, m, 1.0));
             let (list, runs) = layer.feed_forward.linears_and_share();
             for (op, which) in [(Op::GateUp, [0, 1].as_slice()), (Op::Down, &[2])] {
-                let some: Vec<_> = list.iter().enumerate().filter(|(j, _)| which.contains(&(j % 3))).map(|(_, l)| *l).collect();
+                let some: Vec<_> =
+                    list.iter().enumerate().filter(|(j, _)| which.contains(&(j % 3))).map(|(_, l)| *l).collect();
                 push(op, of(&some, m * runs, if runs < 1.0 { (m * runs).min(1.0) } else { 1.0 }));
             }
             let width = list.iter().step_by(3).map(|(l, _)| l.n() as f64).sum::<f64>() * runs;

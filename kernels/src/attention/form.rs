@@ -1,5 +1,5 @@
-//! The forms in which a cache holds a value, and how sixteen of them become f32 in registers. Not where they lie (see `paged.rs`
-//! and `cache.rs`), not how they are made.
+//! The forms in which a cache holds a value, and how sixteen of them become f32 in registers. Not where they lie (see
+//! `paged.rs`), not how they are made.
 
 use super::paged::KvFormat;
 use crate::simd::Simd;
@@ -18,7 +18,6 @@ pub(super) trait Form {
 pub(super) struct F32;
 pub(super) struct F16;
 pub(super) struct Int8;
-pub(super) struct E4m3;
 
 impl Form for F32 {
     const BYTES: usize = 4;
@@ -44,15 +43,6 @@ impl Form for Int8 {
     unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
         // SAFETY: the caller's bytes.
         unsafe { S::mul(S::int8(p), scale) }
-    }
-}
-
-impl Form for E4m3 {
-    const BYTES: usize = 1;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V {
-        // SAFETY: the caller's bytes; the cache holds no NaN codes.
-        unsafe { S::mul(S::e4m3(p), scale) }
     }
 }
 

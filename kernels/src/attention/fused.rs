@@ -53,7 +53,7 @@ pub struct Queries<'a> {
 ///
 /// # Panics
 /// When a length, a position or a block is out of range (the caller's bug).
-pub fn attend_paged(layer: &PagedLayer, sequences: &[Queries<'_>], q: &[f32], heads: usize, out: &mut [f32]) {
+pub fn attend(layer: &PagedLayer, sequences: &[Queries<'_>], q: &[f32], heads: usize, out: &mut [f32]) {
     attend_on(Isa::detect(), layer, sequences, q, heads, out);
 }
 

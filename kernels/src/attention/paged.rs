@@ -145,7 +145,7 @@ impl PagedLayer {
     }
 
     /// [`PagedLayer::put`] of the rows of all `sequences` (`keys [rows, kv_heads, d]`, `values [rows, kv_heads, value]`, rows as in
-    /// [`super::attend_paged`]) at their positions, split over blocks.
+    /// [`super::attend`]) at their positions, split over blocks.
     ///
     /// # Panics
     /// As there, and when two sequences write into one block.

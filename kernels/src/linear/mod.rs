@@ -37,8 +37,8 @@ mod tests;
 #[cfg(test)]
 mod tests_int;
 
-pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
 pub(crate) use int::IntPath;
+pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
 pub use reference::{matmul_int8_reference, matmul_reference};
 pub use stored::FloatPacking;
 

@@ -14,12 +14,7 @@ const WARM_UP: usize = 10;
 
 /// One row for each number of sequences: `steps` steps under random admissions and cancellations, from a fixed seed. The latencies are
 /// those of steps in which `sequences` sequences generate and at most `sequences` tokens of prompts are read beside them.
-pub(super) fn measure(
-    model: &LlamaRuntime,
-    args: &Args,
-    sequences: usize,
-    steps: usize,
-) -> Result<Value, CliError> {
+pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps: usize) -> Result<Value, CliError> {
     let prompt = args.prompt_tokens.iter().copied().max().unwrap_or(1);
     let len = prompt + args.gen_tokens;
     let pool = args.runtime.new_pool(model, sequences + 1, len)?;
