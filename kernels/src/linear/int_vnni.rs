@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 /// How far ahead of what is multiplied weights are asked for.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 8192;
 
 /// Blocks of 16 rows for one tile of up to 12 tokens.
 ///
