@@ -86,6 +86,8 @@ enum Command {
     Run(commands::run::Args),
     /// Measure tokens per second and the share of the memory roofline.
     Bench(commands::bench::Args),
+    /// Time each operation of a model, layer by layer, beside what the machine's rates predict.
+    Profile(commands::profile::Args),
     /// Print the token ids of texts.
     Tokenize(commands::tokenize::Args),
     /// Run a regression suite against its committed baselines.
@@ -105,6 +107,7 @@ fn run(cli: Cli) -> Result<u8, CliError> {
         Command::Eval(args) => commands::eval::run(args, global),
         Command::Run(args) => commands::run::run(args, global),
         Command::Bench(args) => commands::bench::run(args, global),
+        Command::Profile(args) => commands::profile::run(args, global),
         Command::Tokenize(args) => commands::tokenize::run(args, global),
         Command::Regress(args) => commands::regress::run(args, global),
         Command::Doctor(args) => commands::doctor::run(args, global),

@@ -5,8 +5,8 @@
 //! has a fixed size, and of the lines whose hash is at most its largest it knows all.
 
 use crate::error::CliError;
+use dsq_checkpoint::hex_sha256 as sha256;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 
 /// The file in a model's folder.
@@ -28,11 +28,6 @@ pub struct Sketch {
     pub complete: bool,
     /// The smallest hashes of lines, rising, in hexadecimal.
     pub lines: Vec<String>,
-}
-
-/// SHA-256 in hexadecimal.
-pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// The hashes of the lines that count.

@@ -41,6 +41,33 @@ enum Questions {
     Pictures(usize),
 }
 
+/// Whether a proof gets logits.
+#[derive(clap::Args, Debug, Clone, Copy)]
+pub struct LogitsArgs {
+    /// Do not run source and output on the fixed prompts or pictures of the proof, which then says so: this reads both once more and
+    /// computes, where everything else only reads and writes.
+    #[arg(long)]
+    no_logits: bool,
+}
+
+impl LogitsArgs {
+    /// [`compare`], if it is wanted.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn compare(self, source: &Checkpoint, exported: &Checkpoint, threads: usize) -> Result<Value, CheckpointError> {
+        match self.no_logits {
+            true => Ok(json!({"not_measured": "left out: --no-logits"})),
+            false => compare(source, exported, threads),
+        }
+    }
+
+    /// Memory that [`LogitsArgs::compare`] takes, of a language model (an image model is small).
+    pub fn bytes(self, source: &Checkpoint, threads: usize) -> u64 {
+        if self.no_logits { 0 } else { bytes(source, threads) }
+    }
+}
+
 /// The `logits` of a proof: how far `exported` is from `source`, or why that was not measured.
 ///
 /// # Errors
@@ -112,10 +139,11 @@ pub fn tell(proof: &Proof) {
     ));
 }
 
-/// Memory that [`compare`] takes, of a language model (an image model is small).
-pub fn bytes(source: &Checkpoint, threads: usize) -> u64 {
+/// Memory that [`compare`] takes.
+fn bytes(source: &Checkpoint, threads: usize) -> u64 {
     let ModelConfig::Llama(c) = source.config() else { return 0 };
-    let logits = 2 * 4 * (TEXTS.len() * MOST * c.vocab_size) as u64;
+    // Of both, and of all prompts together before they are taken apart.
+    let logits = 3 * 4 * (TEXTS.len() * MOST * c.vocab_size) as u64;
     streamed_bytes(source, threads) + logits
 }
 
@@ -231,6 +259,14 @@ fn pictures(count: usize, values: usize) -> Vec<f32> {
     (0..count).flat_map(one).collect()
 }
 
+/// Says that a proof has no logits, and why, where it says that itself. (That it cannot be read is told with the tensors.)
+pub fn unmeasured(model: &Checkpoint) -> Option<Fault> {
+    let proof = model.proof().ok().flatten()?;
+    let why = proof["logits"]["not_measured"].as_str()?;
+    let problem = format!("not measured when the proof was written: {}", printable(why));
+    Some(Fault::new(Severity::Note, &model.proof_file(), "logits", problem))
+}
+
 /// Checks a model against the logits in its proof, and the proof against `source`: `dsq inspect --verify`. What plain `dsq inspect`
 /// compares with the proof (every tensor and file by its hash) is not done again.
 ///
@@ -251,13 +287,7 @@ pub fn verify(model: &Checkpoint, source: Option<&Checkpoint>, threads: usize) -
             None
         }
     };
-    if let Some(why) = proof["logits"]["not_measured"].as_str() {
-        faults.push(fault(
-            Severity::Note,
-            "logits",
-            format!("not measured when the proof was written: {}", printable(why)),
-        ));
-    }
+    faults.extend(unmeasured(model));
     if let Some(recorded) = &recorded
         && let Err(problem) = recorded.same_logits(model, threads)
     {

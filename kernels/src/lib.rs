@@ -18,6 +18,7 @@ pub mod linear;
 mod memory;
 mod parallel;
 pub mod quantize;
+mod roofline;
 mod simd;
 mod team;
 pub mod train;
@@ -25,7 +26,9 @@ pub mod train;
 pub use bandwidth::measure_read_bandwidth;
 pub use isa::Isa;
 pub use linear::{
-    Activations, FloatLinear, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many, matmul_many_in,
-    matmul_many_on_grid,
+    Activations, FloatLinear, FloatPacking, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many,
+    matmul_many_in, matmul_many_on_grid,
 };
+pub use memory::KeepMemory;
+pub use roofline::{Rates, measure_rates};
 pub use team::Team;

@@ -14,21 +14,77 @@ const LINE: usize = 64;
 /// A mapping that several [`Lines`] share. Nothing in it is handed out twice.
 #[derive(Debug)]
 struct Mapping {
-    /// The first huge page boundary of `_map`.
+    /// The first huge page boundary of `map`.
     base: *mut u8,
     len: usize,
-    _map: MmapMut,
+    /// Whether it was another's before, so that it is not zero.
+    used: bool,
+    /// `None` only while it is dropped.
+    map: Option<MmapMut>,
 }
 
-// SAFETY: `base` points into `_map`, which lives as long; a `Lines` touches only the part it was given.
+/// Mappings that nobody uses, with their lengths, and how many [`KeepMemory`] there are.
+static SPARE: Mutex<(Vec<(usize, MmapMut)>, usize)> = Mutex::new((Vec::new(), 0));
+
+/// While one lives, memory of packed weights that are dropped is given to the next and not back to the system, which takes longer to
+/// give it again than weights take to be packed: for one who has layer after layer. There is never more of it than was in use at a time.
+#[derive(Debug)]
+pub struct KeepMemory(());
+
+impl KeepMemory {
+    /// From now on.
+    #[allow(clippy::new_without_default)] // It is made for what it does, not for a value.
+    pub fn new() -> Self {
+        SPARE.lock().unwrap_or_else(PoisonError::into_inner).1 += 1;
+        Self(())
+    }
+
+    /// A spare mapping of this length. Where there is none, others make room for a new one: as many bytes, or all of them.
+    fn take(len: usize) -> Option<MmapMut> {
+        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = spare.0.iter().position(|(l, _)| *l == len) {
+            return Some(spare.0.swap_remove(at).1);
+        }
+        let mut room = 0;
+        while room < len
+            && let Some((l, _)) = spare.0.pop()
+        {
+            room += l;
+        }
+        None
+    }
+}
+
+impl Drop for KeepMemory {
+    fn drop(&mut self) {
+        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        spare.1 -= 1;
+        if spare.1 == 0 {
+            spare.0 = Vec::new();
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (1.., Some(map)) = (spare.1, self.map.take()) {
+            spare.0.push((self.len, map));
+        }
+    }
+}
+
+// SAFETY: `base` points into `map`, which lives as long; a `Lines` touches only the part it was given.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(len: usize) -> Self {
+        let spare = KeepMemory::take(len);
+        let used = spare.is_some();
         // Enough for the boundary that an ordinary mapping does not have.
-        let Ok(mut map) = MmapMut::map_anon(len + HUGE_PAGE) else {
+        let Ok(mut map) = spare.map_or_else(|| MmapMut::map_anon(len + HUGE_PAGE), Ok) else {
             // As a vector would end: there is no memory.
             let layout = std::alloc::Layout::from_size_align(len, LINE).unwrap_or(std::alloc::Layout::new::<u8>());
             std::alloc::handle_alloc_error(layout)
@@ -41,7 +97,7 @@ impl Mapping {
         }
         // SAFETY: `skip <= HUGE_PAGE`, and the map is `len + HUGE_PAGE` long.
         let base = unsafe { map.as_mut_ptr().add(skip) };
-        Self { base, len, _map: map }
+        Self { base, len, used, map: Some(map) }
     }
 }
 
@@ -59,6 +115,15 @@ pub(crate) struct Lines {
 impl Lines {
     /// `bytes`, rounded up to whole cache lines, all zero.
     pub(crate) fn zeroed(bytes: usize) -> Self {
+        let mut lines = Self::any(bytes);
+        if lines.mapping.used {
+            lines.as_mut_slice().fill(0);
+        }
+        lines
+    }
+
+    /// `bytes`, rounded up to whole cache lines, of any values.
+    pub(crate) fn any(bytes: usize) -> Self {
         let len = bytes.next_multiple_of(LINE);
         let mut newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner);
         let (mapping, at) = match newest.0.upgrade() {
@@ -79,35 +144,13 @@ impl Lines {
     }
 
     pub(crate) fn as_slice(&self) -> &[u8] {
-        // SAFETY: initialized (zeroed) memory of the mapping, which no other `Lines` has a part of.
+        // SAFETY: initialized (zeroed by the system, or written since) memory of the mapping, which no other `Lines` has a part of.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
     }
 
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.mapping.base.add(self.at), self.len) }
-    }
-}
-
-/// f32 values in [`Lines`].
-#[derive(Debug, Clone)]
-pub(crate) struct Floats(Lines);
-
-impl Floats {
-    /// `len` zeros, rounded up to whole cache lines.
-    pub(crate) fn zeroed(len: usize) -> Self {
-        Self(Lines::zeroed(len * size_of::<f32>()))
-    }
-
-    pub(crate) fn as_slice(&self) -> &[f32] {
-        // SAFETY: aligned to a cache line, and any bits are an f32.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<f32>()) }
-    }
-
-    pub(crate) fn as_mut_slice(&mut self) -> &mut [f32] {
-        let bytes = self.0.as_mut_slice();
-        // SAFETY: as in `as_slice`, borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len() / size_of::<f32>()) }
     }
 }
 
@@ -134,6 +177,18 @@ mod tests {
         for (i, p) in parts.iter().enumerate() {
             assert!(p.as_slice().iter().all(|&b| b == i as u8 + 1), "part {i}");
             assert_eq!(p.clone().as_slice(), p.as_slice());
+        }
+    }
+
+    #[test]
+    fn memory_that_was_kept_is_zeroed_again() {
+        let _keep = KeepMemory::new();
+        for round in 0..3u8 {
+            for len in [MAPPING + 1, 2 * MAPPING, 64] {
+                let mut lines = Lines::zeroed(len);
+                assert!(lines.as_slice().iter().all(|&b| b == 0), "round {round}");
+                lines.as_mut_slice().fill(round + 1);
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! `dsq bench`: tokens per second of a model for prompts and batches, and which share of the machine's read bandwidth decoding
 //! uses; or, of a recipe, the time of a training step (`bench/train_step.rs`). Not the time of single operations (see `profile.rs`).
 
+mod engine;
 mod train_step;
 
 use super::RuntimeArgs;
@@ -37,6 +38,10 @@ pub struct Args {
     /// Times to do all; the figures are medians (latencies: percentiles over all steps).
     #[arg(long, default_value_t = 5, value_name = "N")]
     repeat: usize,
+    /// Instead: this many steps of an engine that --batch sequences run on at once, while requests of random lengths (up to
+    /// --prompt-tokens and --gen-tokens) come and go; tells how evenly the steps take.
+    #[arg(long, value_name = "N", conflicts_with_all = ["repeat", "plot"])]
+    engine_steps: Option<usize>,
     #[command(flatten)]
     runtime: RuntimeArgs,
     /// Write the rows as CSV.
@@ -53,7 +58,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return train_step::run(&args.model, &args.set, steps, global);
     }
     let numbers = [("--gen-tokens", args.gen_tokens), ("--repeat", args.repeat)].into_iter();
-    let lists = args.prompt_tokens.iter().map(|&n| ("--prompt-tokens", n)).chain(args.batch.iter().map(|&n| ("--batch", n)));
+    let lists =
+        args.prompt_tokens.iter().map(|&n| ("--prompt-tokens", n)).chain(args.batch.iter().map(|&n| ("--batch", n)));
     if let Some((name, _)) = numbers.chain(lists).find(|&(_, n)| n == 0) {
         return Err(CliError::usage(format!("{name}: expected at least 1, got 0")));
     }
@@ -74,7 +80,17 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         *kernels.entry(kernel).or_default() += 1;
     }
     let mut rows = Vec::new();
-    for &prompt in &args.prompt_tokens {
+    if let Some(steps) = args.engine_steps {
+        for &sequences in &args.batch {
+            let row = engine::measure(&model, &args, sequences, steps)?;
+            if !global.json {
+                print_engine(&row);
+            }
+            rows.push(row);
+        }
+    }
+    let measured: &[usize] = if args.engine_steps.is_some() { &[] } else { &args.prompt_tokens };
+    for &prompt in measured {
         for &batch in &args.batch {
             let mut row = measure(&model, &args, prompt, batch, global.threads())?;
             row["load_seconds"] = load_seconds.into();
@@ -98,13 +114,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
 }
 
 /// One row: `batch` sequences, each with a prompt of its own.
-fn measure(
-    model: &LlamaRuntime,
-    args: &Args,
-    prompt: usize,
-    batch: usize,
-    threads: usize,
-) -> Result<Value, CliError> {
+fn measure(model: &LlamaRuntime, args: &Args, prompt: usize, batch: usize, threads: usize) -> Result<Value, CliError> {
     let len = prompt + args.gen_tokens;
     let mut pool = args.runtime.new_pool(model, batch, len)?;
     // The ids decide nothing about the speed; a fixed walk through the vocabulary avoids a hot embedding row.
@@ -119,7 +129,11 @@ fn measure(
         }
         let start = Instant::now();
         for (sequence, ids) in sequences.iter_mut().zip(&ids) {
-            model.step(&mut pool, &mut [Entry { sequence, tokens: &ids[..prompt], logits: Logits::Last }], &mut logits)?;
+            model.step(
+                &mut pool,
+                &mut [Entry { sequence, tokens: &ids[..prompt], logits: Logits::Last }],
+                &mut logits,
+            )?;
         }
         prompts.push((batch * prompt) as f64 / start.elapsed().as_secs_f64());
         let start = Instant::now();
@@ -190,6 +204,28 @@ fn print(row: &Value) {
     ));
 }
 
+fn print_engine(row: &Value) {
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    output::line(format!(
+        "engine, {} sequences, {} threads, {} steps, {} requests",
+        row["batch"], row["threads"], row["steps"], row["requests"]
+    ));
+    output::line(format!("  generation  {:>10.1} tokens/s", number("tokens_per_second")));
+    output::line(format!(
+        "  latency     {:>10.2} ms p50, {:.2} ms p99 ({:.2} of p50) of {} steps with all sequences generating",
+        number("latency_p50_ms"),
+        number("latency_p99_ms"),
+        number("latency_p99_over_p50"),
+        row["full_steps"]
+    ));
+    output::line(format!(
+        "  all steps   {:>10.2} ms p50, {:.2} ms p99; {} reallocations after the warm-up",
+        number("all_steps_p50_ms"),
+        number("all_steps_p99_ms"),
+        row["reallocations"]
+    ));
+}
+
 /// Columns of the CSV file.
 const COLUMNS: [&str; 14] = [
     "batch",
@@ -210,9 +246,8 @@ const COLUMNS: [&str; 14] = [
 
 fn write_files(args: &Args, rows: &[Value]) -> Result<(), CliError> {
     if let Some(path) = &args.csv {
-        let line = |row: &Value| {
-            COLUMNS.map(|c| row[c].as_str().map_or_else(|| row[c].to_string(), str::to_owned)).join(",")
-        };
+        let line =
+            |row: &Value| COLUMNS.map(|c| row[c].as_str().map_or_else(|| row[c].to_string(), str::to_owned)).join(",");
         let lines: Vec<String> = std::iter::once(COLUMNS.join(",")).chain(rows.iter().map(line)).collect();
         write(path, &(lines.join("\n") + "\n"))?;
     }

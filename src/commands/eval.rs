@@ -1,11 +1,12 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
+use super::{ActivationsArg, KvArg};
 use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
-use dsq_runtime::{LlamaRuntime, Logits, Specials, TextTokenizer};
+use dsq_runtime::{KvType, LlamaRuntime, Logits, Sight, Specials, TextTokenizer};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -35,6 +36,12 @@ pub struct Args {
     /// Stop after this many tokens of input.
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
+    /// What the model's linear layers multiply with: `float`, or `int8` (W4A8). The reference runs in float.
+    #[arg(long, value_enum, default_value_t = ActivationsArg::Float, value_name = "MODE", conflicts_with = "images")]
+    activations: ActivationsArg,
+    /// How the model's keys and values are held where the checkpoint stores no grid for them; f32 for the reference.
+    #[arg(long, value_enum, default_value_t = KvArg::F32, value_name = "TYPE", conflicts_with = "images")]
+    kv_type: KvArg,
     /// Also write the report to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,
@@ -91,13 +98,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     let overlap = overlap(&model, &args.text)?;
     let threads = global.threads();
-    let runtime = LlamaRuntime::load(&model.checkpoint, threads)?;
+    let runtime = LlamaRuntime::load(&model.checkpoint, threads)?.with_activations(args.activations.into());
     if let Some(file) = &args.logits_out {
-        write_logits(file, &runtime, &documents, model.limit)?;
+        write_logits(file, (&runtime, args.kv_type.into()), &documents, model.limit)?;
     }
     let reference_runtime = reference.as_ref().map(|r| LlamaRuntime::load(&r.checkpoint, threads)).transpose()?;
     let start = std::time::Instant::now();
-    let measured = evaluate(&documents, context, &runtime, reference_runtime.as_ref(), global.json)?;
+    let measured = evaluate(&documents, context, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
     let mut report = Report::new("eval")
         .about("model", args.model.display().to_string())
         .about("context", context)
@@ -182,7 +189,7 @@ impl Side {
 fn evaluate(
     documents: &[Vec<u32>],
     context: usize,
-    model: &LlamaRuntime,
+    (model, kv): (&LlamaRuntime, KvType),
     reference: Option<&LlamaRuntime>,
     quiet: bool,
 ) -> Result<TextMetrics, CliError> {
@@ -197,8 +204,8 @@ fn evaluate(
     };
     let mut eval = TextEval::new();
     for window in all {
-        let logits = forward(model, window)?;
-        let other = reference.map(|r| forward(r, window)).transpose()?;
+        let logits = forward((model, kv), window)?;
+        let other = reference.map(|r| forward((r, KvType::F32), window)).transpose()?;
         eval.window(window, &logits, other.as_deref())?;
         bar.inc(window.len() as u64);
         if let Some(perplexity) = eval.perplexity_so_far() {
@@ -210,12 +217,17 @@ fn evaluate(
 }
 
 /// Logits `[len, vocab]` of a sequence from an empty cache.
-fn forward(runtime: &LlamaRuntime, tokens: &[u32]) -> Result<Vec<f32>, CliError> {
-    let mut cache = runtime.new_cache(tokens.len())?;
+fn forward((runtime, kv): (&LlamaRuntime, KvType), tokens: &[u32]) -> Result<Vec<f32>, CliError> {
+    let mut cache = runtime.new_cache_of(tokens.len(), kv, Sight::default())?;
     Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
 }
 
-fn write_logits(file: &Path, runtime: &LlamaRuntime, documents: &[Vec<u32>], limit: usize) -> Result<(), CliError> {
+fn write_logits(
+    file: &Path,
+    runtime: (&LlamaRuntime, KvType),
+    documents: &[Vec<u32>],
+    limit: usize,
+) -> Result<(), CliError> {
     let mut tensors = Vec::new();
     for (i, tokens) in documents.iter().enumerate() {
         if tokens.is_empty() || tokens.len() > limit {

@@ -51,6 +51,8 @@ pub struct Args {
     /// Replace the output folder if it holds a model, or the output file if it is a GGUF file or an ONNX file of dsq's.
     #[arg(long)]
     overwrite: bool,
+    #[command(flatten)]
+    logits: proof_logits::LogitsArgs,
     /// Say how much memory, disk and time the run will need, and write nothing; exit code 5 where there is less memory, 4 where
     /// there is less disk. Of codes that become codes the source is read once for it.
     #[arg(long)]
@@ -140,7 +142,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if let Some(scheme) = scheme.as_mut().filter(|_| has_grids) {
         scheme.kv_cache = ckpt.kv_cache();
     }
-    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
+    let judge = |exported: &Checkpoint| args.logits.compare(&ckpt, exported, global.threads());
     let target = FolderTarget {
         format: format.unwrap_or_default(),
         overwrite: args.overwrite,
@@ -153,7 +155,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let disk = folder_bytes(&target, &outlines)? + aux.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
         let sample = || layers.make(linears / 2, &survey, args.dtype.unwrap_or_default());
         let mut plan = folder_plan(&args, &outlines, workers, disk, (linears > 0).then_some(sample))?;
-        plan.memory = plan.memory.max(plan::BASE_MEMORY + proof_logits::bytes(&ckpt, global.threads()));
+        plan.memory = plan.memory.max(plan::BASE_MEMORY + args.logits.bytes(&ckpt, global.threads()));
         return plan.tell(global, &args.out);
     }
     let bar = output::progress(outlines.len() as u64, "write {bar:30} {pos}/{len} tensors {eta}");

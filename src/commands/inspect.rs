@@ -61,6 +61,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     faults.extend(ckpt.missing_files());
     if args.verify {
         faults.extend(proof_logits::verify(&ckpt, source.as_ref(), global.threads())?);
+    } else {
+        faults.extend(proof_logits::unmeasured(&ckpt));
     }
     let kinds = kinds(&rows);
     if global.json {

@@ -6,6 +6,7 @@ pub mod eval;
 mod eval_images;
 pub mod export;
 pub mod inspect;
+pub mod profile;
 pub mod quantize;
 pub mod regress;
 pub mod run;
@@ -34,33 +35,44 @@ pub struct RuntimeArgs {
 }
 
 #[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-enum ActivationsArg {
+pub enum ActivationsArg {
     Float,
     Int8,
 }
 
+impl From<ActivationsArg> for Activations {
+    fn from(a: ActivationsArg) -> Self {
+        match a {
+            ActivationsArg::Float => Self::Float,
+            ActivationsArg::Int8 => Self::Int8,
+        }
+    }
+}
+
 #[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-enum KvArg {
+pub enum KvArg {
     F32,
     F16,
+}
+
+impl From<KvArg> for KvType {
+    fn from(k: KvArg) -> Self {
+        match k {
+            KvArg::F32 => Self::F32,
+            KvArg::F16 => Self::F16,
+        }
+    }
 }
 
 impl RuntimeArgs {
     /// Loads the model in the mode that was asked for.
     pub fn load(&self, checkpoint: &Checkpoint, threads: usize) -> Result<LlamaRuntime, RuntimeError> {
-        let activations = match self.activations {
-            ActivationsArg::Float => Activations::Float,
-            ActivationsArg::Int8 => Activations::Int8,
-        };
-        Ok(LlamaRuntime::load(checkpoint, threads)?.with_activations(activations))
+        Ok(LlamaRuntime::load(checkpoint, threads)?.with_activations(self.activations.into()))
     }
 
     /// The form of keys and values.
     pub fn kv_type(&self) -> KvType {
-        match self.kv_type {
-            KvArg::F32 => KvType::F32,
-            KvArg::F16 => KvType::F16,
-        }
+        self.kv_type.into()
     }
 
     /// Which positions a token sees.

@@ -104,6 +104,8 @@ pub struct Args {
     /// Replace the output folder if it holds a model.
     #[arg(long)]
     overwrite: bool,
+    #[command(flatten)]
+    logits: proof_logits::LogitsArgs,
     /// Say how much memory, disk and time the run will need, and do nothing; exit code 5 where there is less memory, 4 where there
     /// is less disk.
     #[arg(long)]
@@ -267,7 +269,7 @@ fn make(run: &Run, journal: Option<&Journal>, again: bool) -> Result<Made, CliEr
     if let Some(mixed) = &mixed {
         aux.push((mixed::FILE.to_owned(), format!("{:#}\n", mixed.about()).into_bytes()));
     }
-    let judge = |exported: &Checkpoint| proof_logits::compare(ckpt, exported, global.threads());
+    let judge = |exported: &Checkpoint| args.logits.compare(ckpt, exported, global.threads());
     let target = FolderTarget {
         overwrite: args.overwrite,
         again,

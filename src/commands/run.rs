@@ -1,5 +1,6 @@
 //! `dsq run`: generates text after a prompt, streamed to stdout as it is made.
 
+use super::RuntimeArgs;
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, printable};
 use dsq_runtime::{
@@ -55,6 +56,8 @@ pub struct Args {
     /// Seed of the draws.
     #[arg(long, default_value_t = 0, value_name = "S")]
     seed: u64,
+    #[command(flatten)]
+    runtime: RuntimeArgs,
 }
 
 /// Generates and prints.
@@ -78,8 +81,9 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let message = format!("--prompt: expected at most {limit} tokens (the model's context), got {}", prompt.len());
         return Err(CliError::usage(message).with_hint("shorten the prompt"));
     }
-    let model = LlamaRuntime::load(&checkpoint, global.threads())?;
-    let mut cache = model.new_cache(limit.min(prompt.len().saturating_add(args.max_tokens)))?;
+    let model = args.runtime.load(&checkpoint, global.threads())?;
+    let len = limit.min(prompt.len().saturating_add(args.max_tokens));
+    let mut cache = model.new_cache_of(len, args.runtime.kv_type(), args.runtime.sight())?;
     let mut stream = TextStream::new(&tokenizer, stops);
     let (mut text, mut failed, mut ended) = (String::new(), None, false);
     let start = Instant::now();

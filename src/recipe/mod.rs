@@ -4,7 +4,7 @@
 mod reader;
 
 use crate::error::CliError;
-use dsq_checkpoint::{FolderFormat, GgufType, LlamaConfig, ModelConfig, fit_problem, onnx_problem};
+use dsq_checkpoint::{FolderFormat, GgufType, LlamaConfig, ModelConfig, fit_problem, hex_sha256, onnx_problem};
 use dsq_model::resnet::BnPlacement;
 use dsq_quant::ObserverKind;
 use dsq_quant::{FloatType, Granularity, Mapping, Pattern, QuantConfig, QuantScheme, WeightObserver};
@@ -12,7 +12,6 @@ use dsq_train::cnn::{CnnData, CnnPhase};
 use dsq_train::{Adapters, CnnTrainConfig, Distill, InputRanges, LearnedScales, LmPhase};
 use reader::Section;
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 /// A recipe, checked and with every default filled in.
@@ -170,7 +169,7 @@ impl Recipe {
     /// SHA-256 of everything that decides the result, as hex: comments, order and defaults left out make no difference.
     pub fn digest(&self) -> String {
         let text = serde_json::to_string(self).unwrap_or_default();
-        format!("{:x}", Sha256::digest(text.as_bytes()))
+        hex_sha256(text.as_bytes())
     }
 }
 
@@ -506,7 +505,7 @@ fn read_adapters(qat: &mut Section) -> Result<Option<Adapters>, CliError> {
 fn data_file(section: &mut Section, key: &'static str) -> Result<DataFile, CliError> {
     let path = section.existing_path(key)?;
     let bytes = std::fs::read(&path).map_err(|e| CliError::new(4, format!("{}: cannot read: {e}", path.display())))?;
-    Ok(DataFile { sha256: format!("{:x}", Sha256::digest(&bytes)), path })
+    Ok(DataFile { sha256: hex_sha256(&bytes), path })
 }
 
 fn read_llama(mut model: Section) -> Result<LlamaConfig, CliError> {

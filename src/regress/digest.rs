@@ -5,7 +5,7 @@
 //! the values, all little endian (codes and zero points one byte, scales f32). One bit of one value changes it.
 
 use crate::error::CliError;
-use dsq_checkpoint::{Checkpoint, LinearWeight};
+use dsq_checkpoint::{Checkpoint, LinearWeight, hex_of};
 use dsq_eval::Row;
 use dsq_quant::QuantizedMatrix;
 use sha2::{Digest, Sha256};
@@ -31,13 +31,8 @@ impl Parts {
             shape.iter().for_each(|d| hash.update((*d as u64).to_le_bytes()));
             hash.update(bytes);
         }
-        self.parts.insert(name.into(), hex(&part.finalize()[..8]));
+        self.parts.insert(name.into(), hex_of(&part.finalize()[..8]));
     }
-}
-
-/// Lower-case hex.
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Adds the digests of `export` to `row`; kinds that the export does not have are left out.
@@ -77,7 +72,7 @@ pub fn add_digests(mut row: Row, export: &Checkpoint) -> Result<Row, CliError> {
     }
     for (metric, digest) in DIGESTS.into_iter().zip(digests) {
         if !digest.parts.is_empty() {
-            row = row.text(metric, hex(&digest.whole.finalize()));
+            row = row.text(metric, hex_of(&digest.whole.finalize()));
             row.parts.insert(metric.into(), digest.parts);
         }
     }

@@ -4,15 +4,14 @@
 //!
 //! Some groups are there for the corner they are: all zero, constant, every value a rounding tie, one outlier.
 
-use super::digest::{add_digests, hex, requantize};
+use super::digest::{add_digests, requantize};
 use crate::error::CliError;
-use dsq_checkpoint::{Checkpoint, ExportTensor, LlamaConfig, ModelConfig, export_folder};
+use dsq_checkpoint::{Checkpoint, ExportTensor, LlamaConfig, ModelConfig, export_folder, hex_sha256};
 use dsq_eval::{Report, Row, evaluate_text};
 use dsq_quant::{
     FloatType, Granularity, Mapping, Pattern, QuantArgs, QuantConfig, QuantScheme, QuantType, QuantizedMatrix,
 };
 use dsq_runtime::{LlamaRuntime, Logits};
-use sha2::{Digest, Sha256};
 use std::path::Path;
 
 /// Changes when the inputs below change on purpose.
@@ -140,7 +139,7 @@ pub fn identity() -> String {
     // What a config has beyond the first baselines is left out where it says nothing, so that they stay usable.
     let model = format!("{:?}", config()).replace("rope_scaling: None, windows: [], experts: None, latent: None, biases: Biases { attention: false, mlp: false }, ", "");
     let text = format!("fixed {VERSION} {CONTEXT} {WINDOWS} {model} {:?}", schemes());
-    hex(&Sha256::digest(text))
+    hex_sha256(text.as_bytes())
 }
 
 /// Writes the float model, or with `args` the quantized one, to `out`.

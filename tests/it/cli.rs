@@ -325,7 +325,11 @@ fn json_is_one_object_on_stdout_for_every_command() {
     let (bytes, stored) = (row["resident_bytes"].as_u64().unwrap(), 4 * (1024 * 32 + 5 * 32) + linear * 6 / 8);
     assert!((stored..stored * 101 / 100).contains(&bytes), "{stored} and padding to cache lines: {bytes}");
     let (plain, _) = expect(dir, &args, 0);
-    assert!(plain.starts_with("batch 1, 1 threads, medians of 2\n") && plain.contains("int4 weights"), "{plain}");
+    assert!(
+        plain.starts_with("batch 1, 1 threads, float activations, f16 cache, medians of 2\n")
+            && plain.contains("int4 weights"),
+        "{plain}"
+    );
 
     assert!(object(dir, &["tokenize", "packed", "--text", "a"])["ids"].is_array());
     let seen = object(dir, &["doctor"]);

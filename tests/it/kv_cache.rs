@@ -243,7 +243,19 @@ fn eval_sees_keys_and_values_on_their_grids() {
         assert!(e.exit_code() == 2 && e.to_string().contains("cache of this model"), "{e}");
         // One byte a value instead of four.
         let bench = |folder: &Path| -> Value {
-            let args = ["bench", text(folder), "--prompt-tokens", "200", "--gen-tokens", "8", "--json"];
+            let args = [
+                "bench",
+                text(folder),
+                "--repeat",
+                "1",
+                "--prompt-tokens",
+                "200",
+                "--gen-tokens",
+                "8",
+                "--kv-type",
+                "f32",
+                "--json",
+            ];
             serde_json::from_str::<Value>(&works(&args)).unwrap()["rows"][0].clone()
         };
         let bytes = |row: &Value| row["kv_cache_bytes"].as_u64().unwrap();

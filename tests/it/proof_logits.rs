@@ -164,3 +164,29 @@ fn what_is_not_as_the_proof_says_is_told() {
     fails(&["inspect", text(&at("m.onnx")), "--verify"], 2, &["--verify", "does not run ONNX"]);
     assert_eq!(dsq(&["inspect", text(&q), "--source", text(&source)]).status.code(), Some(2));
 }
+
+/// Left out where that is asked for, and said so by name; everything else is as with them.
+#[test]
+fn logits_can_be_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let left_out = json!({"not_measured": "left out: --no-logits"});
+    let source = golden("llama_tiny");
+    let (with, without) = (at("with"), at("without"));
+    works(&["quantize", text(&source), "--out", text(&with), "--group-size", "16"]);
+    works(&["quantize", text(&source), "--out", text(&without), "--group-size", "16", "--no-logits"]);
+    let mut expected = proof(&with);
+    expected["logits"] = left_out.clone();
+    assert_eq!(proof(&without), expected);
+    for model in [&with, &without] {
+        let seen = works(&["inspect", text(model)]);
+        assert_eq!(seen.contains("not measured when the proof was written: left out: --no-logits"), model == &without);
+    }
+    assert_eq!(verify(&without, &["--source", text(&source)]), (Some(0), vec![]));
+    for (format, out) in [("gptq", at("gptq")), ("gguf", at("m.gguf"))] {
+        let more: &[&str] = if format == "gguf" { &["--gguf-type", "Q8_0"] } else { &[] };
+        let (model, out) = (text(&without), text(&out));
+        works(&[&["export", model, "--out", out, "--format", format, "--requantize", "--no-logits"], more].concat());
+    }
+    assert_eq!(proof(&at("gptq"))["logits"], left_out);
+}

@@ -1,7 +1,7 @@
 //! Writes the folder of a Llama of any size with random weights, in shards, to measure what commands need for it. Not a model: it
 //! predicts nothing.
 //!
-//!     cargo run --release -p dsq-checkpoint --example big_llama OUT [LAYERS HIDDEN FFN VOCABULARY SHARD_GB [f16]]
+//!     cargo run --release -p dsq-checkpoint --example big_llama OUT [LAYERS HIDDEN FFN VOCABULARY SHARD_GB [bf16|f16 [KV_HEADS]]]
 //!
 //! The usual numbers are those of a model of 7 billion parameters (32 4096 11008 32000 5): 13.5 GB. Weights are bf16 (or f16) numbers
 //! of a normal distribution with standard deviation 0.02, from a fixed seed; norms are 1.
@@ -24,10 +24,12 @@ fn main() -> std::io::Result<()> {
     let half = args.get(6).is_some_and(|a| a == "f16");
     let dir = Path::new(out);
     std::fs::create_dir_all(dir)?;
-    let head_dim = if d.is_multiple_of(128) { 128 } else { 64 };
+    // With grouped queries heads are 64 wide, as in models of one billion.
+    let head_dim = if d.is_multiple_of(128) && args.len() < 8 { 128 } else { 64 };
+    let kv_heads = number(7, d / head_dim);
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": d, "intermediate_size": ffn,
-        "num_hidden_layers": layers, "num_attention_heads": d / head_dim, "num_key_value_heads": d / head_dim,
+        "num_hidden_layers": layers, "num_attention_heads": d / head_dim, "num_key_value_heads": kv_heads,
         "head_dim": head_dim, "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": 2,
         "torch_dtype": if half { "float16" } else { "bfloat16" },
@@ -37,8 +39,8 @@ fn main() -> std::io::Result<()> {
     for i in 0..layers {
         let mut add = |name: &str, shape: Vec<usize>| tensors.push((format!("model.layers.{i}.{name}.weight"), shape));
         add("input_layernorm", vec![d]);
-        for name in ["q", "k", "v", "o"] {
-            add(&format!("self_attn.{name}_proj"), vec![d, d]);
+        for (name, rows) in [("q", d), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim), ("o", d)] {
+            add(&format!("self_attn.{name}_proj"), vec![rows, d]);
         }
         add("post_attention_layernorm", vec![d]);
         add("mlp.gate_proj", vec![ffn, d]);

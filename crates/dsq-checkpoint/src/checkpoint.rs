@@ -6,13 +6,17 @@ use crate::config::fields::Fields;
 use crate::folder::Folder;
 use crate::gguf::GgufFile;
 use crate::json::{open_regular, parse_json, read_bounded, read_json};
-use crate::packed::{DiskFormat, G_IDX, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales};
+use crate::packed::{
+    DiskFormat, G_IDX, StoredZeros, expected_tensors, unpack, unpack_codes, unpack_scales, unpadded_bits,
+};
 use crate::pytorch::{PytorchFile, is_pytorch};
 use crate::quantization::QuantizationConfig;
-use crate::safetensors::read_at;
+use crate::safetensors::{RUN, read_at};
 use crate::tensor::{extend_floats, float_bytes, floats_from_bytes};
 use crate::{CheckpointError, Dtype, Fault, ImageConfig, ModelConfig, TensorInfo};
-use dsq_quant::{ColumnOrder, FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix};
+use dsq_quant::{
+    ColumnOrder, FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs, QuantizedMatrix, unpack_words,
+};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
@@ -242,7 +246,7 @@ impl Checkpoint {
         {
             let mut hash = Sha256::new();
             out.reserve(entry.shape.iter().product());
-            file.read_runs(entry, |run| {
+            file.read_runs(entry, RUN, |run| {
                 hash.update(run);
                 extend_floats(out, run, dtype);
             })?;
@@ -276,7 +280,7 @@ impl Checkpoint {
             Source::Folder(f) => {
                 let (file, entry) = f.find(name).ok_or_else(|| self.missing(name))?;
                 let mut hash = Sha256::new();
-                file.read_runs(entry, |run| hash.update(run))?;
+                file.read_runs(entry, RUN, |run| hash.update(run))?;
                 Ok(hex(hash))
             }
             Source::Pytorch(_) => Ok(hex_sha256(&self.read_stored(name)?.1)),
@@ -295,6 +299,14 @@ impl Checkpoint {
     /// Whether this is a GGUF file.
     pub fn is_gguf(&self) -> bool {
         matches!(self.source, Source::Gguf(_))
+    }
+
+    /// The folder, if it is one.
+    pub(crate) fn folder(&self) -> Option<&Folder> {
+        match &self.source {
+            Source::Folder(f) => Some(f),
+            Source::Gguf(_) | Source::Pytorch(_) => None,
+        }
     }
 
     /// The GGUF file, if it is one.
@@ -482,8 +494,20 @@ impl Checkpoint {
             false => None,
             true => Some(self.read_f32(&name("weight_global_scale"))?[0]),
         };
-        let (_, bytes) = self.read_stored(&name(if self.is_codes(module) { "weight" } else { "weight_packed" }))?;
-        let mut codes = unpack_codes(format, &args, n, k, &bytes);
+        let from = name(if self.is_codes(module) { "weight" } else { "weight_packed" });
+        let mut codes = match unpadded_bits(format, &args, k) {
+            Some(bits) if matches!(self.source, Source::Folder(_)) => {
+                let mut codes = vec![0i8; n * k];
+                let mut left = &mut codes[..];
+                self.read_runs(&from, RUN, |run| {
+                    let (now, after) = std::mem::take(&mut left).split_at_mut(run.len() * 8 / bits);
+                    unpack_words(run, bits, now);
+                    left = after;
+                })?;
+                codes
+            }
+            _ => unpack_codes(format, &args, n, k, &self.read_stored(&from)?.1),
+        };
         let ordered =
             self.quantization.as_ref().and_then(|q| q.group_for(module, "Linear")).is_some_and(|g| g.act_order);
         let order = match args.granularity {
@@ -699,14 +723,19 @@ fn with_quantize_config(
     Ok(Some(config))
 }
 
-/// SHA-256 in hex.
-pub(crate) fn hex_sha256(bytes: &[u8]) -> String {
+/// SHA-256 in lower-case hex.
+pub fn hex_sha256(bytes: &[u8]) -> String {
     hex(Sha256::new_with_prefix(bytes))
 }
 
 /// What was hashed, in hex.
 pub(crate) fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    hex_of(&hash.finalize())
+}
+
+/// Bytes in lower-case hex.
+pub fn hex_of(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// The template in `tokenizer_config.json`: a string, or a list of named ones, of which `default` counts.

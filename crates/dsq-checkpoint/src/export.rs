@@ -138,7 +138,7 @@ impl SourceRecord {
     /// [`SourceRecord::with_values`] of a matrix's values, which are not all made at once.
     pub fn with_matrix(sha256: String, dtype: String, w: &[f32], matrix: &QuantizedMatrix) -> Self {
         let mut sums = Differences::default();
-        matrix.for_each_run(|at, values| sums.add(values, &w[at..at + values.len()]));
+        sums.add_matrix(w, matrix);
         sums.record(sha256, dtype)
     }
 
@@ -158,14 +158,19 @@ impl SourceRecord {
 
 /// What differences between values amount to. Eight sums side by side, in an order that the data alone decide: a single one would
 /// wait for each addition.
-#[derive(Default)]
-struct Differences {
+#[derive(Debug, Clone, Default)]
+pub struct Differences {
     max: [f64; 8],
     err: [f64; 8],
     norm: [f64; 8],
 }
 
 impl Differences {
+    /// Takes in weights `w` and the matrix that they became, or some of its groups after the others: the sums are the same.
+    pub fn add_matrix(&mut self, w: &[f32], matrix: &QuantizedMatrix) {
+        matrix.for_each_run(|at, values| self.add(values, &w[at..at + values.len()]));
+    }
+
     fn add(&mut self, values: &[f32], w: &[f32]) {
         let ((values, last_values), (w, last_w)) = (values.as_chunks::<8>(), w.as_chunks::<8>());
         for (values, w) in values.iter().zip(w) {
@@ -187,12 +192,25 @@ impl Differences {
         self.norm[lane] += x * x;
     }
 
-    fn record(self, sha256: String, dtype: String) -> SourceRecord {
-        let (err, norm): (f64, f64) = (self.err.iter().sum(), self.norm.iter().sum());
-        let relative_error = if norm == 0.0 { 0.0 } else { (err / norm).sqrt() };
-        let max_abs_error = self.max.into_iter().fold(0.0, f64::max);
-        SourceRecord { sha256, dtype, max_abs_error, relative_error, rescaled: None }
+    /// The record of weights with these stored bytes' hash and type.
+    pub fn record(self, sha256: String, dtype: String) -> SourceRecord {
+        let relative_error = relative(self.squares());
+        SourceRecord { sha256, dtype, max_abs_error: self.largest(), relative_error, rescaled: None }
     }
+
+    fn largest(&self) -> f64 {
+        self.max.into_iter().fold(0.0, f64::max)
+    }
+
+    /// Sums of squares, of differences and of weights.
+    fn squares(&self) -> [f64; 2] {
+        [self.err.iter().sum(), self.norm.iter().sum()]
+    }
+}
+
+/// Frobenius norm over Frobenius norm, of sums of squares (0 for zero weights).
+fn relative([error, all]: [f64; 2]) -> f64 {
+    if all == 0.0 { 0.0 } else { (error / all).sqrt() }
 }
 
 /// How far the values of a quantized source are from what would be written.
@@ -213,12 +231,10 @@ pub struct ExportLoss {
 impl ExportLoss {
     /// Compares one tensor.
     pub(crate) fn add(&mut self, name: &str, values: &[f32], stored: &[f32]) {
-        let mut largest = 0.0f64;
-        for (a, b) in stored.iter().zip(values) {
-            let (b, d) = (f64::from(*b), f64::from(*a) - f64::from(*b));
-            largest = largest.max(d.abs());
-            self.squares = [self.squares[0] + d * d, self.squares[1] + b * b];
-        }
+        let mut sums = Differences::default();
+        sums.add(stored, values);
+        let (largest, squares) = (sums.largest(), sums.squares());
+        self.squares = [0, 1].map(|i| self.squares[i] + squares[i]);
         self.tensors += usize::from(values != stored);
         if largest > self.max_abs_error {
             (self.max_abs_error, self.largest) = (largest, name.to_owned());
@@ -237,8 +253,7 @@ impl ExportLoss {
 
     /// Works out [`ExportLoss::relative_error`].
     pub(crate) fn finish(&mut self) {
-        let [error, all] = self.squares;
-        self.relative_error = if all == 0.0 { 0.0 } else { (error / all).sqrt() };
+        self.relative_error = relative(self.squares);
     }
 }
 

@@ -20,12 +20,13 @@ mod onnx;
 mod packed;
 mod pytorch;
 mod quantization;
+mod runs;
 mod safetensors;
 mod tensor;
 mod workers;
 mod write;
 
-pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight};
+pub use checkpoint::{AUX_FILES, Checkpoint, LinearWeight, hex_of, hex_sha256};
 pub use columns::{CommonScheme, FolderFormat, convert_layer, convert_layers, finish_layer, fit_problem};
 pub use config::{
     Activation, Biases, ConvLayer, Experts, Filter, Groups, ImageConfig, ImageFamily, LATENT_NORM_EPS, Latent,
@@ -34,7 +35,7 @@ pub use config::{
 };
 pub use error::{CheckpointError, Fault, Severity, printable};
 pub use export::{
-    ExportLoss, ExportTensor, FolderTarget, Judge, Outline, PROOF_FILE, Proof, SourceRecord, TensorProof,
+    Differences, ExportLoss, ExportTensor, FolderTarget, Judge, Outline, PROOF_FILE, Proof, SourceRecord, TensorProof,
     export_folder, export_folder_as, export_layers, export_stream, folder_bytes,
 };
 pub use gguf::{GgufExport, GgufOptions, GgufType};

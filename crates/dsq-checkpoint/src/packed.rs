@@ -13,6 +13,8 @@
 //! - GPTQ and AWQ: see `columns/mod.rs`.
 
 use crate::columns::{self, FolderFormat};
+use crate::safetensors::RUN;
+use crate::tensor::flat;
 use crate::{CheckpointError, Dtype, NamedTensor, TensorData};
 use dsq_quant::{
     ColumnOrder, FloatType, Granularity, Mapping, MiniFloat, QuantArgs, QuantType, QuantizedMatrix, e8m0_decode,
@@ -204,8 +206,13 @@ fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> Tens
             TensorData::Raw { shape, bytes, dtype: Dtype::U8 }
         }
         ("weight_packed", _) => {
-            let data = pack_rows(&matrix.codes, matrix.k, matrix.args.qtype.bits());
-            TensorData::I32 { shape, data }
+            // Some rows at a time, so that their words are in the cache when they become bytes.
+            let (k, bits) = (matrix.k, matrix.args.qtype.bits());
+            let mut bytes = Vec::with_capacity(4 * shape.iter().product::<usize>());
+            for rows in matrix.codes.chunks((RUN / k.max(1)).max(1) * k.max(1)) {
+                bytes.extend(flat(pack_rows(rows, k, bits).into_iter().map(i32::to_le_bytes)));
+            }
+            TensorData::Raw { shape, bytes, dtype: Dtype::I32 }
         }
         ("weight_scale", Some(Dtype::U8)) => {
             TensorData::Raw { shape, bytes: matrix.scales.iter().map(|&s| e8m0_encode(s)).collect(), dtype: Dtype::U8 }
@@ -218,6 +225,14 @@ fn stored(matrix: &QuantizedMatrix, weight_shape: &[usize], e: Expected) -> Tens
         ("weight_zero_point", _) => pack_zeros(matrix),
         (_, _) => TensorData::I64 { shape, data: weight_shape.iter().map(|&d| d as i64).collect() },
     }
+}
+
+/// The width of codes of which whole ones fill a word and whole words a row, so that a matrix is one stream of codes; `None` where it
+/// is not.
+pub(crate) fn unpadded_bits(format: Option<DiskFormat>, args: &QuantArgs, k: usize) -> Option<usize> {
+    let bits = args.qtype.bits();
+    let whole = [4, 8].contains(&bits) && (k * bits).is_multiple_of(32);
+    (format == Some(DiskFormat::PackQuantized) && args.qtype.float().is_none() && whole).then_some(bits)
 }
 
 /// Codes out of the bytes of `weight` or `weight_packed`.

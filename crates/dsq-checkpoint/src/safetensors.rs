@@ -24,8 +24,11 @@ const MAX_RANK: usize = 8;
 const MAX_TENSORS: usize = 1 << 17;
 /// Longest tensor name, in bytes.
 const MAX_NAME: usize = 4096;
-/// Bytes that are read at a time where a tensor is not wanted whole: a multiple of every element size, and no more than a cache holds.
-const RUN: u64 = 1 << 19;
+/// Bytes that are read at a time where a tensor is not wanted whole: a multiple of every element size, and a part of what a core's own
+/// cache holds, so that what is made of them is there too.
+pub(crate) const RUN: usize = 1 << 17;
+/// Bytes behind a run that the system is asked for while the run is worked on, so that the disk does not wait for the processor.
+const AHEAD: u64 = 16 << 20;
 
 /// One entry of the header: a tensor and where its bytes lie in the file.
 #[derive(Debug, Clone)]
@@ -213,16 +216,54 @@ impl SafetensorsFile {
         Ok(bytes)
     }
 
-    /// The bytes of a tensor, run by run, each of whole elements.
-    pub(crate) fn read_runs(&self, entry: &Entry, mut take: impl FnMut(&[u8])) -> Result<(), CheckpointError> {
-        let mut buffer = vec![0u8; RUN.min(entry.end - entry.begin) as usize];
-        for at in (entry.begin..entry.end).step_by(RUN as usize) {
-            let run = &mut buffer[..RUN.min(entry.end - at) as usize];
+    /// The bytes of a tensor, run by run of `most` (the last may have fewer).
+    pub(crate) fn read_runs(
+        &self,
+        entry: &Entry,
+        most: usize,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), CheckpointError> {
+        let most = most.max(1) as u64;
+        let mut buffer = vec![0u8; most.min(entry.end - entry.begin) as usize];
+        let mut asked = entry.begin;
+        for at in (entry.begin..entry.end).step_by(most as usize) {
+            let run = &mut buffer[..most.min(entry.end - at) as usize];
             read_at(&self.file, &self.path, run, self.data_start + at)?;
+            if at >= asked {
+                // Past the end of the tensor too, which is followed by the next one; of small tensors as little.
+                read_ahead(&self.file, self.data_start + at + most, AHEAD.min(entry.end - entry.begin));
+                asked = at + AHEAD / 2;
+            }
             take(run);
         }
         Ok(())
     }
+
+    /// Asks the system for a tensor before it is wanted.
+    pub(crate) fn read_ahead(&self, entry: &Entry) {
+        read_ahead(&self.file, self.data_start + entry.begin, entry.end - entry.begin);
+    }
+
+    /// Row `row` of a tensor whose first dimension is rows.
+    pub(crate) fn read_row(&self, entry: &Entry, row: usize) -> Result<Vec<u8>, CheckpointError> {
+        let rows = entry.shape.first().copied().unwrap_or(1).max(1);
+        if row >= rows {
+            let problem = format!("expected a row below {rows}, got {row}");
+            return Err(CheckpointError::invalid(&self.path, &entry.name, problem));
+        }
+        let len = (entry.end - entry.begin) as usize / rows;
+        let mut bytes = vec![0u8; len];
+        read_at(&self.file, &self.path, &mut bytes, self.data_start + entry.begin + (row * len) as u64)?;
+        Ok(bytes)
+    }
+}
+
+/// Asks the system to have these bytes in memory soon. A wish: nothing depends on it.
+fn read_ahead(file: &File, offset: u64, len: u64) {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::fs::fadvise(file, offset, std::num::NonZeroU64::new(len), rustix::fs::Advice::WillNeed);
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, offset, len);
 }
 
 /// Fills `buf` from `offset`. A file that has become shorter is an I/O error.

@@ -227,20 +227,25 @@ impl TensorData {
     pub fn to_bytes(&self) -> std::borrow::Cow<'_, [u8]> {
         match self {
             TensorData::Float { data, dtype, .. } => float_bytes(data, *dtype).into(),
-            TensorData::I32 { data, .. } => data.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().into(),
-            TensorData::I64 { data, .. } => data.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().into(),
+            TensorData::I32 { data, .. } => flat(data.iter().map(|v| v.to_le_bytes())).into(),
+            TensorData::I64 { data, .. } => flat(data.iter().map(|v| v.to_le_bytes())).into(),
             TensorData::I8 { data, .. } => data.iter().map(|&v| v as u8).collect::<Vec<_>>().into(),
             TensorData::Raw { bytes, .. } => bytes.as_slice().into(),
         }
     }
 }
 
+/// Elements of `N` bytes one after the other. (Not `flat_map`, which goes byte by byte.)
+pub(crate) fn flat<const N: usize>(elements: impl Iterator<Item = [u8; N]>) -> Vec<u8> {
+    elements.collect::<Vec<_>>().into_flattened()
+}
+
 /// Floats as stored bytes, rounded to `dtype`.
 pub(crate) fn float_bytes(data: &[f32], dtype: FloatType) -> Vec<u8> {
     match dtype {
-        FloatType::F32 => data.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        FloatType::F16 => data.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-        FloatType::Bf16 => data.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        FloatType::F32 => flat(data.iter().map(|v| v.to_le_bytes())),
+        FloatType::F16 => flat(data.iter().map(|&v| f16::from_f32(v).to_le_bytes())),
+        FloatType::Bf16 => flat(data.iter().map(|&v| bf16::from_f32(v).to_le_bytes())),
         FloatType::F8E4M3 => data.iter().map(|&v| MiniFloat::E4M3.encode(v)).collect(),
         FloatType::F8E8M0 => data.iter().map(|&v| e8m0_encode(dtype.round(v))).collect(),
     }

@@ -37,6 +37,6 @@ pub use matrix::{DEGENERATE_ABSMAX, QuantizedMatrix};
 pub use minifloat::{MiniFloat, e8m0_decode, e8m0_encode};
 pub use observer::{MinMax, MovingAverage, Observer, ObserverKind};
 pub use order::ColumnOrder;
-pub use pack::{pack_i32, pack_rows, packed_words, unpack_i32};
+pub use pack::{nibble_word, pack_i32, pack_rows, packed_words, unpack_i32, unpack_words};
 pub use percentile::Percentile;
 pub use weight_observer::WeightObserver;

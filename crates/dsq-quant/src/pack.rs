@@ -93,11 +93,18 @@ fn octet<const BITS: usize>(codes: [u8; 8]) -> u64 {
         u64::MAX >> (64 - bits)
     }
     let gap = 8 - BITS;
-    let x = u64::from_le_bytes(codes) ^ repeated(1 << (BITS - 1), 8);
-    let x = x & repeated(ones(BITS), 8);
-    let x = (x | x >> gap) & repeated(ones(2 * BITS), 16);
-    let x = (x | x >> (2 * gap)) & repeated(ones(4 * BITS), 32);
-    (x | x >> (4 * gap)) & ones(8 * BITS)
+    // Constants by force: the loops that make them are not always seen through.
+    let x = u64::from_le_bytes(codes) ^ const { repeated(1 << (BITS - 1), 8) };
+    let x = x & const { repeated(ones(BITS), 8) };
+    let x = (x | x >> gap) & const { repeated(ones(2 * BITS), 16) };
+    let x = (x | x >> (2 * gap)) & const { repeated(ones(4 * BITS), 32) };
+    (x | x >> (4 * gap)) & const { ones(8 * BITS) }
+}
+
+/// Eight codes of at most four bits as fields of four, plus 8, the first in the low bits.
+#[inline(always)]
+pub fn nibble_word(codes: [i8; 8]) -> u32 {
+    octet::<4>(codes.map(|c| c as u8)) as u32
 }
 
 /// One code at a time, for any width: the definition.
@@ -134,6 +141,23 @@ pub fn unpack_i32(words: &[i32], bits: usize, len: usize) -> Vec<i8> {
         out.extend(unpack_fields(&words[out.len() * bits / 32..], bits, len - out.len()));
     }
     out
+}
+
+/// [`unpack_i32`] of words as stored (bytes, little endian) of 4 or 8 `bits`, of which whole codes fill a word, into `codes`.
+///
+/// # Panics
+/// When there are other than `codes.len() * bits / 8` bytes, or no whole words, or `bits` is another width.
+pub fn unpack_words(bytes: &[u8], bits: usize, codes: &mut [i8]) {
+    assert!(bytes.len() * 8 == codes.len() * bits && bytes.len().is_multiple_of(4), "{} {bits}", bytes.len());
+    match bits {
+        4 => {
+            for (codes, &word) in codes.as_chunks_mut::<8>().0.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *codes = eight(u32::from_le_bytes(word));
+            }
+        }
+        8 => codes.iter_mut().zip(bytes).for_each(|(code, b)| *code = (b ^ 0x80) as i8),
+        _ => panic!("expected 4 or 8 bits, got {bits}"),
+    }
 }
 
 /// The eight 4-bit codes of a word: the steps of [`octet`] the other way round.
@@ -221,6 +245,12 @@ mod tests {
                     want.extend(one);
                 }
                 assert_eq!(pack_rows(&codes, k, bits), want, "{bits} bits, {n}x{k}");
+                if [4, 8].contains(&bits) && (k * bits).is_multiple_of(32) {
+                    let bytes: Vec<u8> = want.iter().flat_map(|w| w.to_le_bytes()).collect();
+                    let mut back = vec![0i8; codes.len()];
+                    unpack_words(&bytes, bits, &mut back);
+                    assert_eq!(back, codes, "{bits} bits, {n}x{k}");
+                }
             }
         }
     }

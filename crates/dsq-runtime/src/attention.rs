@@ -7,9 +7,10 @@
 use crate::RuntimeError;
 use crate::cache::{KvType, Scratch, Sight};
 use crate::llama::{Part, add_bias, product};
+use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
-use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend_paged};
+use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend};
 use dsq_kernels::elementwise::rms_norm;
 use dsq_kernels::{Activations, Linear};
 use dsq_quant::{InputGrid, KvGrid};
@@ -114,24 +115,32 @@ impl Attention {
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
-        let Scratch { normed, q, k, v, mixed, delta, positions, .. } = scratch;
+        let Scratch { normed, q, k, v, mixed, delta, positions, clock, .. } = scratch;
         let rows = Rows { c, mode, rope, positions };
         match &self.kind {
-            Kind::Grouped(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], mixed),
-            Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]]),
+            Kind::Grouped(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], mixed, clock),
+            Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], clock),
         }
         let format = cache.format();
-        for (what, values) in [("keys", &k), ("values", &v)] {
-            if let Some(value) = format.refused(values) {
+        let [_, k_width, v_width, _] = widths(c);
+        for (what, rows, width) in [("keys", &k, k_width), ("values", &v, v_width)] {
+            if format.refused(rows).is_none() {
+                continue;
+            }
+            let found = rows.chunks_exact(width).zip(&*positions).find_map(|(row, p)| Some((format.refused(row)?, p)));
+            if let Some((value, position)) = found {
                 let form = if matches!(format, KvFormat::F16) { "f16" } else { "codes" };
-                let what = format!("model.layers.{layer}.self_attn: {what} for a cache of {form}");
-                return Err(RuntimeError::Numerics { what, value });
+                let of = format!("{what} of position {position} for a cache of {form}");
+                return Err(RuntimeError::Numerics { what: format!("model.layers.{layer}.self_attn: {of}"), value });
             }
         }
         cache.put_rows(batch, k, v);
-        attend_paged(cache, batch, q, c.num_attention_heads, mixed);
+        clock.lap(Op::Put);
+        attend(cache, batch, q, c.num_attention_heads, mixed);
+        clock.lap(Op::Attend);
         product(mode, &self.o_input, &[&self.o], mixed, positions.len(), &mut [&mut *delta]);
         add_bias(delta, &self.o_bias);
+        clock.lap(Op::Output);
         Ok(())
     }
 
@@ -181,7 +190,7 @@ impl Grouped {
     }
 
     /// Rotated queries and keys, and values; `room` is as wide as the queries.
-    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], room: &mut [f32]) {
+    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], room: &mut [f32], clock: &mut Clock) {
         let m = rows.positions.len();
         let [wq, wk, wv] = &self.qkv;
         product(rows.mode, &self.input, &[wq, wk, wv], x, m, &mut [q, k, v]);
@@ -195,8 +204,10 @@ impl Grouped {
                 heads.copy_from_slice(out);
             }
         }
+        clock.lap(Op::Qkv);
         rows.rope.rotate_rows(q, rows.positions);
         rows.rope.rotate_rows(k, rows.positions);
+        clock.lap(Op::Rotate);
     }
 }
 
@@ -224,7 +235,7 @@ impl Latent {
     }
 
     /// Queries and keys whose last parts are rotated, and values, of all heads.
-    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3]) {
+    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], clock: &mut Clock) {
         let Rows { c, mode, rope, positions } = *rows;
         let m = positions.len();
         let Shape { kv_rank, nope, value, interleaved, .. } = self.shape;
@@ -245,6 +256,7 @@ impl Latent {
         rms_norm(&latent, &self.kv_norm, LATENT_NORM_EPS, &mut normed);
         let mut expanded = vec![0.0f32; m * self.kv_b.n()];
         product(mode, &self.kv_b_input, &[&self.kv_b], &normed, m, &mut [&mut expanded]);
+        clock.lap(Op::Qkv);
         let (qk, heads) = (self.shape.qk(), c.num_attention_heads);
         for (t, row) in kv.chunks_exact_mut(first_kv.n()).enumerate() {
             let turned = &mut row[kv_rank..];
@@ -260,6 +272,7 @@ impl Latent {
                 v.copy_from_slice(&from[nope..]);
             }
         }
+        clock.lap(Op::Rotate);
     }
 }
 

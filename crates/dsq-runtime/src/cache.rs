@@ -2,9 +2,11 @@
 //! blocks by number and may share full ones. Not the kernels that read them (see `dsq_kernels::attention`), not which sequence
 //! gets blocks when (see `engine.rs`).
 
+use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
 use crate::{LlamaRuntime, RuntimeError};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
+use std::time::Duration;
 
 /// How a model's keys and values are held where its checkpoint says nothing (a checkpoint's own grids always hold).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -103,6 +105,16 @@ impl KvPool {
     pub fn bytes(&self) -> usize {
         let lists = (self.free.capacity() + self.users.capacity()) * size_of::<u32>();
         self.layers.iter().map(PagedLayer::bytes).sum::<usize>() + self.rope.bytes() + self.scratch.bytes() + lists
+    }
+
+    /// Measures the operations of the steps that follow, from zero.
+    pub fn start_profile(&mut self) {
+        self.scratch.clock = Clock::start(self.layers.len());
+    }
+
+    /// What was measured since [`KvPool::start_profile`]: layer (`None`: outside of the layers), operation, time.
+    pub fn profile(&self) -> Vec<(Option<usize>, Op, Duration)> {
+        self.scratch.clock.times().collect()
     }
 
     /// How keys and values are held: `f32`, `f16`, or the type of their codes (`int8`, `fp8`...), of the first layer.
@@ -294,6 +306,7 @@ pub(crate) struct Scratch {
     pub delta: Vec<f32>,
     /// The position of each row.
     pub positions: Vec<usize>,
+    pub clock: Clock,
 }
 
 impl Scratch {
@@ -306,7 +319,7 @@ impl Scratch {
     }
 
     fn bytes(&self) -> usize {
-        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, positions } = self;
+        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, positions, clock: _ } = self;
         let floats = [hidden, normed, q, k, v, mixed, gate, up, ffn, delta].iter().map(|b| b.capacity()).sum::<usize>();
         floats * size_of::<f32>() + positions.capacity() * size_of::<usize>()
     }

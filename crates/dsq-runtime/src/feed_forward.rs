@@ -6,6 +6,7 @@
 
 use crate::RuntimeError;
 use crate::llama::{Part, add_bias, linear, product};
+use crate::profile::{Clock, Op};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
 use dsq_kernels::elementwise::{add, silu_mul};
 use dsq_kernels::{Activations, Linear};
@@ -45,6 +46,7 @@ pub(crate) struct Room<'a> {
     pub gate: &'a mut [f32],
     pub up: &'a mut [f32],
     pub ffn: &'a mut [f32],
+    pub clock: &'a mut Clock,
 }
 
 impl Block {
@@ -65,9 +67,12 @@ impl Block {
         product(mode, gate_up, &[wg, wu], x, m, &mut [&mut *gate, &mut *up]);
         add_bias(gate, gate_bias);
         add_bias(up, up_bias);
+        room.clock.lap(Op::GateUp);
         silu_mul(gate, up, ffn);
+        room.clock.lap(Op::Gate);
         product(mode, down, &[&self.down], ffn, m, &mut [&mut *out]);
         add_bias(out, down_bias);
+        room.clock.lap(Op::Down);
     }
 
     fn linears(&self) -> [(&Linear, &Option<InputGrid>); 3] {
@@ -113,6 +118,18 @@ impl FeedForward {
             Self::Dense(block) => block.linears().into(),
             Self::Experts(e) => e.experts.iter().chain(&e.shared).flat_map(Block::linears).collect(),
         }
+    }
+
+    /// [`FeedForward::linears`], gate, up and down in turns, and the share of tokens that go through each on average.
+    pub(crate) fn linears_and_share(&self) -> (Vec<(&Linear, &Option<InputGrid>)>, f64) {
+        let runs = match self {
+            Self::Dense(_) => 1.0,
+            Self::Experts(e) => {
+                let shared = usize::from(e.shared.is_some());
+                (e.routing.per_token + shared) as f64 / (e.experts.len() + shared) as f64
+            }
+        };
+        (self.linears(), runs)
     }
 
     /// Values of biases.
@@ -164,6 +181,7 @@ impl Experts {
             for ((t, _), row) in tokens.iter().zip(rows.chunks_exact_mut(d)) {
                 row.copy_from_slice(&x[t * d..][..d]);
             }
+            room.clock.lap(Op::Route);
             block.run(mode, rows, tokens.len(), room, outs);
             for ((t, weight), y) in tokens.iter().zip(outs.chunks_exact(d)) {
                 out[t * d..][..d].iter_mut().zip(y).for_each(|(o, y)| *o += weight * y);
@@ -174,5 +192,6 @@ impl Experts {
             shared.run(mode, x, m, room, &mut outs);
             add(out, &outs);
         }
+        room.clock.lap(Op::Route);
     }
 }

@@ -8,11 +8,12 @@ use crate::RuntimeError;
 use crate::attention::{self, Attention};
 use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
 use crate::feed_forward::{FeedForward, Room};
+use crate::profile::Op;
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
+use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
 use dsq_kernels::elementwise::{add, add_rms_norm, rms_norm};
-use dsq_kernels::{Activations, FloatLinear, Linear, Team, matmul_many_in, matmul_many_on_grid};
+use dsq_kernels::{Activations, FloatLinear, FloatPacking, Linear, Team, matmul_many_in, matmul_many_on_grid};
 use dsq_quant::{FloatType, InputGrid};
 use rayon::prelude::*;
 
@@ -46,7 +47,7 @@ pub(crate) struct Layer {
     input_norm: Vec<f32>,
     pub(crate) attention: Attention,
     post_norm: Vec<f32>,
-    feed_forward: FeedForward,
+    pub(crate) feed_forward: FeedForward,
 }
 
 /// A language model ready to run on the CPU.
@@ -93,7 +94,17 @@ impl LlamaRuntime {
         })?;
         let head_input = model.input_grid("lm_head")?;
         let widest = (0..config.num_hidden_layers).map(|i| config.widest_block(i)).max().unwrap_or(0);
-        Ok(Self { config, embedding, layers, final_norm, head, head_input, widest, activations: Activations::Float, team })
+        Ok(Self {
+            config,
+            embedding,
+            layers,
+            final_norm,
+            head,
+            head_input,
+            widest,
+            activations: Activations::Float,
+            team,
+        })
     }
 
     /// With another form of the activations that go into linear layers whose checkpoint stores none.
@@ -117,6 +128,15 @@ impl LlamaRuntime {
     /// The architecture.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
+    }
+
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The matrix of the logits, and how its input is quantized.
+    pub(crate) fn head(&self) -> (&Linear, &Option<InputGrid>) {
+        (self.head.as_ref().unwrap_or(&self.embedding), &self.head_input)
     }
 
     /// Worker threads.
@@ -275,6 +295,7 @@ impl LlamaRuntime {
         let KvPool { layers, rope, scratch, .. } = pool;
         scratch.resize(m, widths(c, self.widest));
         scratch.positions.clear();
+        scratch.clock.enter(usize::MAX);
         let mut queries = Vec::with_capacity(parts.len());
         let mut row = 0;
         for (e, part) in parts {
@@ -284,6 +305,7 @@ impl LlamaRuntime {
             queries.push(Queries { table: &e.sequence.table, past, tokens: part.len() });
             row += part.len();
         }
+        scratch.clock.lap(Op::Embed);
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
             layer.run(c, i, self.activations, &queries, kv, rope, scratch)?;
         }
@@ -292,9 +314,10 @@ impl LlamaRuntime {
 
     /// Logits of the rows that the entries ask for.
     fn append_logits(&self, parts: &[(&Entry, std::ops::Range<usize>)], scratch: &mut Scratch, out: &mut Vec<f32>) {
-        let matrix = self.head.as_ref().unwrap_or(&self.embedding);
-        let head = Head { norm: &self.final_norm, matrix, input: &self.head_input, mode: self.activations };
+        let (matrix, input) = self.head();
+        let head = Head { norm: &self.final_norm, matrix, input, mode: self.activations };
         let (mut row, mut wanted) = (0, 0);
+        scratch.clock.enter(usize::MAX);
         for (e, part) in parts {
             let rows = match e.logits {
                 Logits::None => row..row,
@@ -306,7 +329,9 @@ impl LlamaRuntime {
             wanted += rows.len();
             row += part.len();
         }
+        scratch.clock.lap(Op::Norm);
         head.run(&self.config, wanted, scratch, out);
+        scratch.clock.lap(Op::Head);
     }
 
     /// Bytes of weights in memory: packed linears, embedding, norms, biases.
@@ -377,12 +402,16 @@ impl Layer {
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
+        scratch.clock.enter(i);
         rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
+        scratch.clock.lap(Op::Norm);
         self.attention.run(c, i, mode, batch, kv, rope, scratch)?;
-        let Scratch { hidden, normed, gate, up, ffn, delta, .. } = scratch;
+        let Scratch { hidden, normed, gate, up, ffn, delta, clock, .. } = scratch;
         add_rms_norm(hidden, delta, &self.post_norm, c.rms_norm_eps, normed);
-        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn }, delta);
+        clock.lap(Op::Norm);
+        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn, clock }, delta);
         add(hidden, delta);
+        clock.lap(Op::Add);
         Ok(())
     }
 }
@@ -516,6 +545,9 @@ impl Part<'_> {
 
 pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, RuntimeError> {
     let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    if let Some(packed) = packed_as_read(model, module)? {
+        return Ok(packed);
+    }
     match model.linear(module)? {
         LinearWeight::Quantized(q) => Linear::new(&q).map_err(quant),
         LinearWeight::Ordered { matrix, order } => Linear::ordered(&matrix, order).map_err(quant),
@@ -524,6 +556,28 @@ pub(crate) fn linear(model: &Checkpoint, module: &str) -> Result<Linear, Runtime
             FloatLinear::new(&data, n, k, dtype).map(Linear::Float).map_err(quant)
         }
     }
+}
+
+/// A float matrix of a folder, packed out of its stored bytes; `None` for any other weight.
+fn packed_as_read(model: &Checkpoint, module: &str) -> Result<Option<Linear>, RuntimeError> {
+    let tied = matches!(model.config(), ModelConfig::Llama(c) if c.tie_word_embeddings) && module == "lm_head";
+    let name = format!("{module}.weight");
+    let (false, Some(info), Some(dtype)) =
+        (tied || model.is_quantized(module), model.info(&name), model.dtype(&name).and_then(Dtype::float))
+    else {
+        return Ok(None);
+    };
+    // Anything else is refused, or read, as every weight is.
+    let &[n, k] = &info.shape[..] else { return Ok(None) };
+    if n * k == 0 {
+        return Ok(None);
+    }
+    let quant = |source| RuntimeError::Quant { module: module.into(), source };
+    let mut packing = FloatPacking::new(n, k, dtype).map_err(quant)?;
+    if !model.read_runs(&name, packing.run_bytes(), |run| packing.add(run))? {
+        return Ok(None);
+    }
+    packing.finish().map(|l| Some(Linear::Float(l))).map_err(quant)
 }
 
 /// The dtype in which a float weight is stored, so that packing is exact; f32 for what was dequantized.

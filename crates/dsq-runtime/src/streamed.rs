@@ -6,11 +6,13 @@ use crate::attention;
 use crate::cache::{KvType, Scratch, Sight};
 use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config, widths};
 use crate::rope::RopeTable;
-use dsq_checkpoint::{Checkpoint, LlamaConfig};
+use dsq_checkpoint::{Checkpoint, Dtype, LlamaConfig};
 use dsq_kernels::attention::{BLOCK, Queries};
-use dsq_kernels::{Activations, Team};
+use dsq_kernels::{Activations, KeepMemory, Team};
 use rayon::prelude::*;
 
+/// The tensor of the rows that tokens become.
+const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Bytes of layers that are in memory together, unless one alone has more.
 const TOGETHER: u64 = 1 << 30;
 
@@ -33,38 +35,55 @@ pub fn streamed_logits(
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build().map_err(|e| refused(&e))?;
 
     let (h, f) = (c.hidden_size, (0..c.num_hidden_layers).map(|i| c.widest_block(i)).max().unwrap_or(0));
-    let embedding = linear(model, "model.embed_tokens")?;
-    // All sequences go through a layer side by side; the blocks of one follow those of another.
+    let _keep = KeepMemory::new();
+    let tied = c.tie_word_embeddings && !model.is_quantized("lm_head");
+    // Of an embedding that is no head a few rows are enough, where they can be read alone.
+    let floats = !model.is_quantized("model.embed_tokens") && model.dtype(EMBEDDING).and_then(Dtype::float).is_some();
+    let embedding = if floats && !tied { None } else { Some(linear(model, "model.embed_tokens")?) };
+    // All sequences go through a layer together, so that its weights are read and widened once.
+    let rows: usize = sequences.iter().map(Vec::len).sum();
     let mut scratch = Scratch::default();
-    scratch.resize(sequences.iter().map(Vec::len).sum(), widths(c, f));
-    let (mut tables, mut blocks, mut row): (Vec<Vec<u32>>, u32, usize) = (Vec::new(), 0, 0);
+    scratch.resize(rows, widths(c, f));
+    let (mut tables, mut blocks): (Vec<Vec<u32>>, u32) = (Vec::new(), 0);
     for tokens in sequences {
         let end = blocks + tokens.len().div_ceil(BLOCK) as u32;
         tables.push((blocks..end).collect());
         blocks = end;
-        embed(&embedding, tokens, &mut scratch.hidden[row * h..(row + tokens.len()) * h]);
         scratch.positions.extend(0..tokens.len());
-        row += tokens.len();
     }
     let lens = sequences.iter().map(Vec::len);
     let queries: Vec<Queries> =
         tables.iter().zip(lens.clone()).map(|(table, tokens)| Queries { table, past: 0, tokens }).collect();
     let rope = RopeTable::new(lens.max().unwrap_or(0), &c.rotary());
-    let tied = c.tie_word_embeddings && !model.is_quantized("lm_head");
-    let embedding = Some(embedding).filter(|_| tied);
+    let all = sequences.concat();
+    match &embedding {
+        Some(embedding) => embed(embedding, &all, &mut scratch.hidden),
+        None => {
+            for (&id, row) in all.iter().zip(scratch.hidden.chunks_exact_mut(h)) {
+                let values = model.read_row(EMBEDDING, id as usize)?.unwrap_or_default();
+                row.iter_mut().zip(values).for_each(|(x, value)| *x = value);
+            }
+        }
+    }
+    let embedding = embedding.filter(|_| tied);
 
     let together = (TOGETHER / layer_bytes(model).max(1)).clamp(1, threads.max(1) as u64) as usize;
     for first in (0..c.num_hidden_layers).step_by(together) {
         let numbers = first..(first + together).min(c.num_hidden_layers);
         let layers = pool
             .install(|| numbers.clone().into_par_iter().map(|i| layer(model, c, i)).collect::<Result<Vec<_>, _>>())?;
-        team.enter(|| -> Result<(), RuntimeError> {
-            for (i, layer) in numbers.zip(&layers) {
-                let kv = (KvType::F32, Sight::default());
-                let mut cache = attention::new_cache(c, &layer.attention, blocks as usize, kv.0, kv.1);
-                layer.run(c, i, Activations::Float, &queries, &mut cache, &rope, &mut scratch)?;
-            }
-            Ok(())
+        std::thread::scope(|scope| {
+            // The disk reads what comes next meanwhile; this thread waits for it, and does nothing else.
+            let next = numbers.end..(numbers.end + together);
+            scope.spawn(|| names_of(model, next).iter().for_each(|name| model.read_ahead(name)));
+            team.enter(|| -> Result<(), RuntimeError> {
+                for (i, layer) in numbers.zip(&layers) {
+                    let (kv, sight) = (KvType::F32, Sight::default());
+                    let mut cache = attention::new_cache(c, &layer.attention, blocks as usize, kv, sight);
+                    layer.run(c, i, Activations::Float, &queries, &mut cache, &rope, &mut scratch)?;
+                }
+                Ok(())
+            })
         })?;
     }
     let head = match embedding {
@@ -101,11 +120,23 @@ pub fn streamed_bytes(model: &Checkpoint, threads: usize) -> u64 {
     (together * (layer + 12 * largest)).max(3 * ends) + ends
 }
 
+/// The layer of a tensor, by its name.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok())
+}
+
+/// The tensors of some layers.
+fn names_of(model: &Checkpoint, layers: std::ops::Range<usize>) -> Vec<String> {
+    let mut names = model.names();
+    names.retain(|name| layer_of(name).is_some_and(|i| layers.contains(&i)));
+    names
+}
+
 /// Bytes of the largest layer.
 fn layer_bytes(model: &Checkpoint) -> u64 {
     let mut layers = std::collections::BTreeMap::new();
     for name in model.names() {
-        let number = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        let number = layer_of(&name);
         if let (Some(number), Some(info)) = (number, model.info(&name)) {
             let bytes = if model.is_gguf() { 4 * info.shape.iter().product::<usize>() as u64 } else { info.bytes };
             *layers.entry(number).or_insert(0) += bytes;

@@ -17,7 +17,6 @@ use crate::TrainError;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -341,7 +340,8 @@ fn write_snapshot(dir: &Path, snapshot: &Snapshot) -> Result<(), TrainError> {
     fs::create_dir(dir).map_err(TrainError::io(dir, "create"))?;
     let bytes: Vec<Vec<u8>> =
         snapshot.tensors.iter().map(|t| t.data.iter().flat_map(|x| x.to_le_bytes()).collect()).collect();
-    let sha256 = snapshot.tensors.iter().zip(&bytes).map(|(t, b)| (t.name.clone(), hex_digest(b))).collect();
+    let sha256 =
+        snapshot.tensors.iter().zip(&bytes).map(|(t, b)| (t.name.clone(), dsq_checkpoint::hex_sha256(b))).collect();
     let file = dir.join("tensors.safetensors");
     let views: Result<Vec<_>, _> = snapshot
         .tensors
@@ -373,7 +373,7 @@ fn read_snapshot(dir: &Path, step: u64) -> Result<Snapshot, TrainError> {
     let mut tensors = Vec::new();
     for (name, want) in &state.sha256 {
         let view = file.tensor(name).map_err(|e| broken(&path, format!("{name}: {e}")))?;
-        let got = hex_digest(view.data());
+        let got = dsq_checkpoint::hex_sha256(view.data());
         if view.dtype() != Dtype::F32 || got != *want {
             return Err(broken(&path, format!("{name}: expected SHA-256 {want}, got {got}")));
         }
@@ -384,10 +384,6 @@ fn read_snapshot(dir: &Path, step: u64) -> Result<Snapshot, TrainError> {
         return Err(broken(&path, format!("tensors: expected {}, got {}", tensors.len(), file.len())));
     }
     Ok(Snapshot { step, tensors, state: state.state })
-}
-
-fn hex_digest(bytes: &[u8]) -> String {
-    format!("{:x}", Sha256::digest(bytes))
 }
 
 fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {

@@ -7,7 +7,7 @@
 //! - Layout: see `paged.rs`. A code becomes `code value * scale`, one f32 product in registers, f16 is widened, and from there on
 //!   all is as for f32: a cache of codes or of f16 gives the bits of an f32 cache that holds the same values.
 //! - Requires: nothing; paths as in `linear`.
-//! - Order: positions are cut into runs at multiples of [`RUN`]. In a run: score = sum over d in increasing order, fused, then times the
+//! - Order: positions are cut into runs at multiples of `RUN`. In a run: score = sum over d in increasing order, fused, then times the
 //!   layer's scale; the maximum over the visible positions is taken away; `exp` as in `elementwise`; the weights are summed in 16
 //!   lanes (lane = position mod 16), folded in halves; values = sum over the visible positions in increasing order, fused. Runs are
 //!   merged in increasing order into (maximum M, sum, values): `M' = max(M, m)`, and with `a = exp(M - M')`, `b = exp(m - M')` each
@@ -20,25 +20,21 @@
 //! - Error: scores `(d + 2) u * sum |q| |k|`; weights as `exp`; within a run of r positions the sums add `(r + r/16 + 5) u`, each merge
 //!   another `exp` and `3 u`, relative to the largest |value|.
 
-use super::form::{E4m3, F16, F32, Form, Int8};
+use super::RUN;
+use super::form::Kind;
+use super::kernel::{DIRECT, GROUP, Group, Rows, SCORES, divide, merge, mix, score, soften, widen};
 use super::paged::{BLOCK, KvFormat, PagedLayer};
+use super::sight::Seen;
 use crate::Isa;
-use crate::elementwise::exp;
 use crate::parallel::{OutPtr, split, split_costs};
-use crate::simd::{LANES, Simd, dispatch, largest, sum};
+use crate::simd::LANES;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Positions of a run. Part of the contract: another length gives other bits.
-pub(super) const RUN: usize = 256;
-/// Blocks of keys that are scored together, and of values that are mixed at once.
-const GROUP: usize = 4;
-/// Rows (queries times heads of a kv head) of a tile, unless one query has more.
-const ROWS: usize = 24;
+/// Rows (queries times heads of a kv head) of a tile, unless one query has more; of f32, and of what is widened once a tile.
+const ROWS: [usize; 2] = [24, 48];
 /// Sequences of up to so many tiles are divided by run as well.
 const SPLIT_TILES: usize = 2;
-/// Places of a row of scores: the last group may reach beyond the run.
-const SCORES: usize = RUN + GROUP * BLOCK;
 
 /// The queries of one sequence: `tokens` of them, at positions `past .. past + tokens`.
 #[derive(Debug, Clone, Copy)]
@@ -57,12 +53,12 @@ pub struct Queries<'a> {
 ///
 /// # Panics
 /// When a length, a position or a block is out of range (the caller's bug).
-pub fn attend_paged(layer: &PagedLayer, sequences: &[Queries<'_>], q: &[f32], heads: usize, out: &mut [f32]) {
+pub fn attend(layer: &PagedLayer, sequences: &[Queries<'_>], q: &[f32], heads: usize, out: &mut [f32]) {
     attend_on(Isa::detect(), layer, sequences, q, heads, out);
 }
 
 /// A piece of work: some queries of a sequence, the heads of one kv head, some runs.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Unit {
     sequence: usize,
     kv: usize,
@@ -70,14 +66,14 @@ struct Unit {
     row: usize,
     position: usize,
     queries: usize,
-    /// Runs that are visited, in this order; more than one are merged at once.
-    runs: [usize; 2],
-    /// Where the result of a run goes that is merged later, and not to the output.
+    /// Those of the runs that the queries see are visited, in this order, and merged at once.
+    runs: Range<usize>,
+    /// Where the result of a single run goes that is merged later, and not to the output.
     partial: Option<usize>,
 }
 
-/// Results of runs to be merged: the first of `runs` units that follow each other.
-#[derive(Debug, Clone, Copy)]
+/// Results of runs to be merged: `runs` units, the first of which is `unit`.
+#[derive(Debug)]
 struct Merge {
     unit: usize,
     runs: usize,
@@ -99,7 +95,9 @@ thread_local! {
 }
 
 struct Job<'a> {
+    isa: Isa,
     layer: &'a PagedLayer,
+    kind: Kind,
     sequences: &'a [Queries<'a>],
     heads: usize,
     /// Heads of a kv head.
@@ -128,7 +126,9 @@ pub(super) fn attend_on(
     let mut plan = PLAN.take();
     plan.make(layer, sequences, group, state);
     let job = Job {
+        isa,
         layer,
+        kind: Kind::of(&layer.format),
         sequences,
         heads,
         group,
@@ -137,40 +137,19 @@ pub(super) fn attend_on(
         partials: OutPtr(plan.partials.as_mut_ptr()),
         state,
     };
-    let (job, units) = (&job, &plan.units[..]);
+    let (job, units, merges) = (&job, &plan.units[..], &plan.merges[..]);
     split_costs(&plan.ends, &|range| {
         let mut scratch = SCRATCH.take();
-        {
-            let (units, room) = (&units[range], &mut scratch);
-            // SAFETY: the asserts above; `make` has checked tables and blocks; units write disjoint rows and heads, or partials of their
-            // own; the form is the layer's.
-            unsafe {
-                match layer.format {
-                    KvFormat::F32 => {
-                        dispatch!(isa, run_units::<F32>(job: &Job<'_>, units: &[Unit], room: &mut Vec<f32>))
-                    }
-                    KvFormat::F16 => {
-                        dispatch!(isa, run_units::<F16>(job: &Job<'_>, units: &[Unit], room: &mut Vec<f32>))
-                    }
-                    KvFormat::Codes(_) if layer.format.is_fp8() => {
-                        dispatch!(isa, run_units::<E4m3>(job: &Job<'_>, units: &[Unit], room: &mut Vec<f32>))
-                    }
-                    KvFormat::Codes(_) => {
-                        dispatch!(isa, run_units::<Int8>(job: &Job<'_>, units: &[Unit], room: &mut Vec<f32>))
-                    }
-                }
-            }
-        }
+        // SAFETY: the asserts above; `make` has checked tables and blocks; units write disjoint rows and heads, or partials of their own.
+        unsafe { job.run(&units[range], &mut scratch) };
         SCRATCH.set(scratch);
     });
     // A thread is worth waking for some ten thousand values.
-    let grain = ((1 << 16) * plan.merges.len()).div_ceil(plan.partials.len().max(1));
-    let merges = &plan.merges[..];
+    let grain = ((1 << 16) * merges.len()).div_ceil(plan.partials.len().max(1));
     split(merges.len(), grain, &|range| {
         for &Merge { unit, runs } in &merges[range] {
-            let units = &units[unit..unit + runs];
             // SAFETY: as above; the partials of these units are nobody else's.
-            unsafe { dispatch!(isa, merge_units(job: &Job<'_>, units: &[Unit])) };
+            unsafe { job.merge_runs(&units[unit..unit + runs]) };
         }
     });
     PLAN.set(plan);
@@ -179,7 +158,8 @@ pub(super) fn attend_on(
 impl Plan {
     /// Divides the work. Checks that every block that will be read exists.
     fn make(&mut self, layer: &PagedLayer, sequences: &[Queries<'_>], group: usize, state: usize) {
-        let (sight, tile) = (layer.sight, (ROWS / group).max(1));
+        let rows = ROWS[usize::from(layer.format != KvFormat::F32)];
+        let (sight, tile) = (layer.sight, (rows / group).max(1));
         self.units.clear();
         self.ends.clear();
         self.merges.clear();
@@ -199,11 +179,9 @@ impl Plan {
             for first in (0..s.tokens).step_by(tile) {
                 let (position, queries) = (s.past + first, tile.min(s.tokens - first));
                 let sees = Seen { sight, first: position, last: position + queries - 1 };
-                let runs = sees.last / RUN + 1;
-                let visited = (0..runs).filter(|&run| sees.blocks(run) > 0).count();
+                let (runs, visited) = (sees.last / RUN + 1, sees.runs().count());
                 for kv in 0..layer.kv_heads {
-                    let unit =
-                        Unit { sequence, kv, row: row + first, position, queries, runs: [0, runs], partial: None };
+                    let unit = Unit { sequence, kv, row: row + first, position, queries, runs: 0..runs, partial: None };
                     let mut add = |unit: Unit, blocks: usize| {
                         // Scoring and mixing, and what a unit costs besides.
                         cost += (blocks + 1) * (queries * group + 2);
@@ -211,11 +189,11 @@ impl Plan {
                         self.ends.push(cost);
                     };
                     if !by_run || visited == 1 {
-                        add(unit, (0..runs).map(|run| sees.blocks(run)).sum());
+                        add(unit.clone(), sees.runs().map(|run| sees.blocks(run)).sum());
                         continue;
                     }
-                    for run in (0..runs).filter(|&run| sees.blocks(run) > 0) {
-                        add(Unit { runs: [run, run + 1], partial: Some(partials), ..unit }, sees.blocks(run));
+                    for run in sees.runs() {
+                        add(Unit { runs: run..run + 1, partial: Some(partials), ..unit.clone() }, sees.blocks(run));
                         partials += queries * group * state;
                     }
                     self.merges.push(Merge { unit: self.units.len() - visited, runs: visited });
@@ -229,538 +207,277 @@ impl Plan {
     }
 }
 
-/// What the queries at `first..=last` see.
-#[derive(Clone, Copy)]
-struct Seen {
-    sight: super::paged::Sight,
-    first: usize,
-    last: usize,
-}
-
-impl Seen {
-    /// The blocks of a run that any of them sees, of sinks and of windows; one range where they meet. Both are in order and may be empty.
-    fn segments(&self, run: usize) -> [Range<usize>; 2] {
-        let (a, b) = (run * RUN / BLOCK, (run + 1) * RUN / BLOCK);
-        let sinks = a..self.sight.sinks.min(self.last + 1).div_ceil(BLOCK).clamp(a, b);
-        let window = (self.sight.start(self.first) / BLOCK).clamp(a, b)..(self.last / BLOCK + 1).clamp(a, b);
-        join(sinks, window)
-    }
-
-    fn blocks(&self, run: usize) -> usize {
-        self.segments(run).into_iter().map(|s| s.len()).sum()
-    }
-
-    /// The positions of a run that the query at `p` sees, in the same way.
-    fn positions(&self, run: usize, p: usize) -> [Range<usize>; 2] {
-        let (a, b) = (run * RUN, (run + 1) * RUN);
-        let end = (p + 1).clamp(a, b);
-        join(a..self.sight.sinks.clamp(a, end), self.sight.start(p).clamp(a, end)..end)
-    }
-}
-
-/// Two ranges in order (one of which may be empty) as one where they meet; the first is empty only if both are.
-fn join(x: Range<usize>, y: Range<usize>) -> [Range<usize>; 2] {
-    if x.is_empty() {
-        [y.clone(), y.end..y.end]
-    } else if y.is_empty() {
-        [x.clone(), x.end..x.end]
-    } else if x.end >= y.start {
-        [x.start..x.end.max(y.end), y.end..y.end]
-    } else {
-        [x, y]
-    }
-}
-
 /// Buffers of a thread, cut from one piece of memory.
 struct Room {
     /// `[rows][SCORES]`.
     scores: *mut f32,
-    /// `[rows][state]` of the run and of all runs so far.
+    /// `[rows][state]` of a run and of all runs so far.
     run: *mut f32,
     total: *mut f32,
     /// Keys or values of [`GROUP`] blocks as f32.
     wide: *mut f32,
+    /// The queries `[rows][d]` of a tile.
+    q: *mut f32,
 }
 
 impl Room {
-    fn cut(memory: &mut Vec<f32>, rows: usize, state: usize, wide: usize) -> Self {
-        let sizes = [rows * SCORES, rows * state, rows * state, wide].map(|n| n.next_multiple_of(LANES));
+    fn cut(memory: &mut Vec<f32>, rows: usize, state: usize, d: usize, padded: usize) -> Self {
+        let wide = GROUP * BLOCK * d.max(padded);
+        let sizes = [rows * SCORES, rows * state, rows * state, wide, rows * d].map(|n| n.next_multiple_of(LANES));
         let need = sizes.iter().sum::<usize>() + LANES;
         if memory.len() < need {
             memory.resize(need, 0.0);
         }
         let skip = memory.as_ptr().align_offset(64).min(LANES);
         let mut rest = &mut memory[skip..];
-        let [scores, run, total, wide] = sizes.map(|n| {
+        let [scores, run, total, wide, q] = sizes.map(|n| {
             let (part, more) = std::mem::take(&mut rest).split_at_mut(n);
             rest = more;
             part.as_mut_ptr()
         });
-        Self { scores, run, total, wide }
+        Self { scores, run, total, wide, q }
     }
 }
 
-/// Safety: the path's features; `units` are of the plan of `job`; the layer is of the form `F`.
-#[inline(always)]
-unsafe fn run_units<S: Simd, F: Form>(job: &Job<'_>, units: &[Unit], memory: &mut Vec<f32>) {
-    let rows = units.iter().map(|u| u.queries * job.group).max().unwrap_or(0);
-    let room = Room::cut(memory, rows, job.state, GROUP * BLOCK * job.layer.d.max(job.layer.padded()));
-    for unit in units {
-        let rows = unit.queries * job.group;
-        // SAFETY: the room is large enough for the rows of every unit; the partials of `unit` are `rows` states.
-        unsafe {
-            if let Some(partial) = unit.partial {
-                let to = job.partials.get().add(partial);
-                Tile { job, unit, room: &room }.run::<S, F>(unit.runs[0], to);
-                continue;
-            }
-            for row in 0..rows {
-                set_empty(room.total.add(row * job.state), job.state);
-            }
-            for run in unit.runs[0]..unit.runs[1] {
-                if Tile::sees(job, unit).blocks(run) == 0 {
+impl Job<'_> {
+    fn rows(&self, unit: &Unit) -> Rows {
+        Rows { count: unit.queries * self.group, group: self.group, heads: self.heads }
+    }
+
+    /// Place of the unit's first row among `[row][head]`.
+    fn first(&self, unit: &Unit) -> usize {
+        unit.row * self.heads + unit.kv * self.group
+    }
+
+    fn seen(&self, unit: &Unit) -> Seen {
+        Seen { sight: self.layer.sight, first: unit.position, last: unit.position + unit.queries - 1 }
+    }
+
+    /// Safety: `units` are of the plan, and no other thread's.
+    unsafe fn run(&self, units: &[Unit], memory: &mut Vec<f32>) {
+        let most = units.iter().map(|u| u.queries * self.group).max().unwrap_or(0);
+        let room = Room::cut(memory, most, self.state, self.layer.d, self.layer.padded());
+        for (i, unit) in units.iter().enumerate() {
+            let next = units.get(i + 1).unwrap_or(unit);
+            let rows = self.rows(unit);
+            let q = (self.q as *const f32).wrapping_add(self.first(unit) * self.layer.d);
+            // Those of one query lie together already.
+            // SAFETY: rows and heads of the unit are in range.
+            let q = if unit.queries == 1 { q } else { unsafe { gather(q, &rows, self.layer.d, room.q) } };
+            let tile = Tile { job: self, unit, next, room: &room, seen: self.seen(unit), rows, q };
+            // SAFETY: the room is large enough for the rows of every unit; the partials of `unit` are `rows` states.
+            unsafe {
+                if let Some(partial) = unit.partial {
+                    tile.run(unit.runs.start, self.partials.get().add(partial));
                     continue;
                 }
-                Tile { job, unit, room: &room }.run::<S, F>(run, room.run);
-                for row in 0..rows {
-                    let at = row * job.state;
-                    merge::<S>(room.total.add(at), room.run.add(at), job.state);
+                for row in 0..tile.rows.count {
+                    // A state that has seen nothing.
+                    *room.total.add((row + 1) * self.state - LANES + 1) = 0.0;
                 }
-            }
-            write_out::<S>(job, unit, room.total);
-        }
-    }
-}
-
-/// Safety: as `run_units`; the runs of `units` are done.
-#[inline(always)]
-unsafe fn merge_units<S: Simd>(job: &Job<'_>, units: &[Unit]) {
-    let first = &units[0];
-    let Some(total) = first.partial else { return };
-    // SAFETY: states of the plan.
-    unsafe {
-        let total = job.partials.get().add(total);
-        for unit in &units[1..] {
-            let Some(partial) = unit.partial else { continue };
-            for row in 0..unit.queries * job.group {
-                let at = row * job.state;
-                merge::<S>(total.add(at), job.partials.get().add(partial + at), job.state);
-            }
-        }
-        write_out::<S>(job, first, total);
-    }
-}
-
-/// A state that has seen nothing: the sum of any other is positive or NaN.
-unsafe fn set_empty(state: *mut f32, len: usize) {
-    // SAFETY: the caller's state.
-    unsafe { *state.add(len - LANES + 1) = 0.0 }
-}
-
-/// Adds the state `new` to `old`. See the header.
-#[inline(always)]
-unsafe fn merge<S: Simd>(old: *mut f32, new: *const f32, len: usize) {
-    let (top, total) = (len - LANES, len - LANES + 1);
-    // SAFETY: the caller's states of `len` values.
-    unsafe {
-        if *new.add(total) == 0.0 {
-            return;
-        }
-        if *old.add(total) == 0.0 {
-            std::ptr::copy_nonoverlapping(new, old, len);
-            return;
-        }
-        let largest = if *new.add(top) > *old.add(top) { *new.add(top) } else { *old.add(top) };
-        let a = exp::<S>(S::splat(*old.add(top) - largest));
-        let b = exp::<S>(S::splat(*new.add(top) - largest));
-        // The sum goes with the values; the maximum is set behind.
-        for i in (0..len).step_by(LANES) {
-            let v = S::fma(S::load(old.add(i)), a, S::mul(S::load(new.add(i)), b));
-            S::store(old.add(i), v);
-        }
-        *old.add(top) = largest;
-    }
-}
-
-/// The outputs of a unit's rows: values divided by the sum.
-#[inline(always)]
-unsafe fn write_out<S: Simd>(job: &Job<'_>, unit: &Unit, states: *const f32) {
-    let d = job.layer.value;
-    // SAFETY: rows and heads of the unit are in range.
-    unsafe {
-        for row in 0..unit.queries * job.group {
-            let state = states.add(row * job.state);
-            let total = S::splat(*state.add(job.state - LANES + 1));
-            let out = job.out.get().add(Tile::head_row(job, unit, row) * d);
-            for at in (0..d).step_by(LANES) {
-                let v = S::div(S::load(state.add(at)), total);
-                if at + LANES <= d {
-                    S::store(out.add(at), v);
-                } else {
-                    let mut lanes = [0.0f32; LANES];
-                    S::store(lanes.as_mut_ptr(), v);
-                    std::ptr::copy_nonoverlapping(lanes.as_ptr(), out.add(at), d - at);
+                for run in tile.seen.runs() {
+                    tile.run(run, room.run);
+                    merge(self.isa, room.total, room.run, tile.rows.count, self.state);
                 }
+                self.write_out(unit, room.total);
             }
         }
     }
-}
 
-/// Calls `$f!(R)` for `$rows` rows at once, `R` as a constant: as many as the registers take, in pieces of about equal size.
-macro_rules! by_rows {
-    ($S:ident, $rows:expr, |$first:ident, $R:ident| $body:expr) => {{
-        let rows: Range<usize> = $rows;
-        let most = if $S::VECTORS >= 32 { 6 } else { 3 };
-        let mut $first = rows.start;
-        while $first < rows.end {
-            let left = rows.end - $first;
-            let take = left.div_ceil(left.div_ceil(most));
-            macro_rules! piece {
-                ($n:literal) => {{
-                    const $R: usize = $n;
-                    $body
-                }};
+    /// Safety: as [`Job::run`]; the runs of `units` are done.
+    unsafe fn merge_runs(&self, units: &[Unit]) {
+        let states = |unit: &Unit| self.partials.get().wrapping_add(unit.partial.unwrap_or(0));
+        let total = states(&units[0]);
+        // SAFETY: states of the plan.
+        unsafe {
+            for unit in &units[1..] {
+                merge(self.isa, total, states(unit), unit.queries * self.group, self.state);
             }
-            match take {
-                1 => piece!(1),
-                2 => piece!(2),
-                3 => piece!(3),
-                // (Never on AVX2, so these are not built for it.)
-                4 if $S::VECTORS >= 32 => piece!(4),
-                5 if $S::VECTORS >= 32 => piece!(5),
-                _ if $S::VECTORS >= 32 => piece!(6),
-                _ => unreachable!(),
-            }
-            $first += take;
+            self.write_out(&units[0], total);
         }
-    }};
+    }
+
+    /// Safety: as [`Job::run`]; `states` of the unit's rows.
+    unsafe fn write_out(&self, unit: &Unit, states: *const f32) {
+        let d = self.layer.value;
+        // SAFETY: rows and heads of the unit are in range.
+        unsafe {
+            let out = self.out.get().add(self.first(unit) * d);
+            divide(self.isa, states, self.state, &self.rows(unit), d, out);
+        }
+    }
+
+    /// Keys of a block of a unit's sequence and kv head.
+    fn keys(&self, unit: &Unit, block: usize) -> *const u8 {
+        let layer = self.layer;
+        let id = self.sequences[unit.sequence].table[block] as usize;
+        // (Wrapping: what is only asked for ahead may be no block.)
+        layer.store.as_ptr().wrapping_add(id * layer.block_bytes() + unit.kv * layer.head_bytes())
+    }
+
+    /// Values, in the same way.
+    fn values(&self, unit: &Unit, block: usize) -> *const u8 {
+        self.keys(unit, block).wrapping_add(self.layer.key_bytes())
+    }
 }
 
 /// A unit at work.
 struct Tile<'a> {
     job: &'a Job<'a>,
     unit: &'a Unit,
+    /// What this thread does next.
+    next: &'a Unit,
     room: &'a Room,
+    seen: Seen,
+    rows: Rows,
+    /// The queries `[rows][d]`.
+    q: *const f32,
+}
+
+/// Copies rows of `d` values to `to`, one after another.
+///
+/// Safety: the rows are readable, `to` has room.
+unsafe fn gather(from: *const f32, rows: &Rows, d: usize, to: *mut f32) -> *const f32 {
+    for row in 0..rows.count {
+        // SAFETY: the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(rows.place(row) * d), to.add(row * d), d) };
+    }
+    to
+}
+
+/// Pointers to the blocks of `from` on, up to `GROUP` of those before `end`; the last is repeated.
+fn group_of(from: usize, end: usize, at: impl Fn(usize) -> *const u8) -> [*const u8; GROUP] {
+    std::array::from_fn(|b| at((from + b).min(end - 1)))
 }
 
 impl Tile<'_> {
-    fn sees(job: &Job<'_>, unit: &Unit) -> Seen {
-        Seen { sight: job.layer.sight, first: unit.position, last: unit.position + unit.queries - 1 }
-    }
-
-    /// Which of `[rows of all sequences][heads]` the row of a unit is: rows are `[query][head of the kv head]`.
-    #[inline(always)]
-    fn head_row(job: &Job<'_>, unit: &Unit, row: usize) -> usize {
-        (unit.row + row / job.group) * job.heads + unit.kv * job.group + row % job.group
-    }
-
-    /// Keys of a block and the unit's kv head.
-    #[inline(always)]
-    fn keys(&self, block: usize) -> *const u8 {
-        let layer = self.job.layer;
-        let id = self.job.sequences[self.unit.sequence].table[block] as usize;
-        // SAFETY: the plan has checked the block.
-        unsafe { layer.store.as_ptr().add(id * layer.block_bytes() + self.unit.kv * layer.head_bytes()) }
-    }
-
     /// The states `[rows][state]` of one run that the unit sees something of.
-    #[inline(always)]
-    unsafe fn run<S: Simd, F: Form>(&self, run: usize, states: *mut f32) {
-        let (job, unit) = (self.job, self.unit);
-        let sees = Self::sees(job, unit);
-        let segments = sees.segments(run);
-        let rows = unit.queries * job.group;
-        // SAFETY: `room` and `states` hold `rows` rows.
-        unsafe {
-            for segment in segments.clone() {
-                self.score::<S, F>(segment, run, rows);
-            }
-            let places = segments.clone().map(|s| s.start * BLOCK - run * RUN..s.end * BLOCK - run * RUN);
-            for query in 0..unit.queries {
-                let seen = sees.positions(run, unit.position + query).map(|s| s.start - run * RUN..s.end - run * RUN);
-                for row in query * job.group..(query + 1) * job.group {
-                    let state = states.add(row * job.state);
-                    for i in (0..job.state).step_by(LANES) {
-                        S::store(state.add(i), S::splat(0.0));
-                    }
-                    if !seen[0].is_empty() {
-                        let [top, total] = soften::<S>(self.room.scores.add(row * SCORES), &places, &seen);
-                        *state.add(job.state - LANES) = top;
-                        *state.add(job.state - LANES + 1) = total;
-                    }
+    ///
+    /// Safety: as [`Job::run`]; `states` has room.
+    unsafe fn run(&self, run: usize, states: *mut f32) {
+        let (job, unit, start) = (self.job, self.unit, run * RUN);
+        let segments = self.seen.segments(run);
+        for segment in segments.iter().filter(|s| !s.is_empty()) {
+            // SAFETY: blocks in sight; scores have room.
+            unsafe { self.score(segment, run) };
+        }
+        let relative = |r: Range<usize>| r.start - start..r.end - start;
+        let places = segments.clone().map(|s| relative(s.start * BLOCK..s.end * BLOCK));
+        // Queries that see all of the blocks are softened together.
+        let first = self.seen.positions(run, unit.position).map(relative);
+        let last = self.seen.positions(run, self.seen.last).map(relative);
+        let step = if first == places && last == places { unit.queries } else { 1 };
+        for query in (0..unit.queries).step_by(step) {
+            let seen = self.seen.positions(run, unit.position + query).map(relative);
+            let (row, rows) = (query * job.group, step * job.group);
+            // SAFETY: scores and states of the rows.
+            unsafe {
+                let to = states.add(row * job.state);
+                std::slice::from_raw_parts_mut(to, rows * job.state).fill(0.0);
+                if !seen[0].is_empty() {
+                    soften(job.isa, self.room.scores.add(row * SCORES), rows, &places, &seen, to, job.state);
                 }
             }
-            for segment in segments {
-                self.mix_segment::<S, F>(segment, run, &sees, states);
-            }
+        }
+        for segment in segments.iter().filter(|s| !s.is_empty()) {
+            // SAFETY: as above; weights of all rows are set.
+            unsafe { self.mix(segment, run, states) };
         }
     }
 
     /// Scores of all rows against the blocks `segment` of the run.
-    #[inline(always)]
-    unsafe fn score<S: Simd, F: Form>(&self, segment: Range<usize>, run: usize, rows: usize) {
-        let layer = self.job.layer;
-        // Where a block is read by several pieces of rows, it is widened once.
-        let widen = F::BYTES < 4 && rows > if S::VECTORS >= 32 { 6 } else { 3 };
-        let mut block = segment.start;
-        while block < segment.end {
-            let n = GROUP.min(segment.end - block);
-            // Blocks that the last group lacks repeat its last one; their scores go behind the others, where nothing is read.
-            let keys: [*const u8; GROUP] = std::array::from_fn(|b| self.keys(block + b.min(n - 1)));
-            // SAFETY: scores have room for a group behind the run.
-            unsafe {
-                let scores = self.room.scores.add(block * BLOCK - run * RUN);
-                if widen {
-                    let scale = S::splat(layer.format.scales()[0]);
-                    for b in 0..n {
-                        for i in (0..layer.d * BLOCK).step_by(LANES) {
-                            let wide = self.room.wide.add(b * layer.d * BLOCK + i);
-                            S::store(wide, F::load::<S>(keys[b].add(i * F::BYTES), scale));
-                        }
-                    }
-                    let keys: [*const u8; GROUP] =
-                        std::array::from_fn(|b| self.room.wide.add(b.min(n - 1) * layer.d * BLOCK).cast_const().cast());
-                    self.score_group::<S, F32>(&keys, n, rows, scores);
-                } else {
-                    self.score_group::<S, F>(&keys, n, rows, scores);
-                }
-            }
-            block += n;
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn score_group<S: Simd, F: Form>(&self, keys: &[*const u8; GROUP], n: usize, rows: usize, scores: *mut f32) {
+    unsafe fn score(&self, segment: &Range<usize>, run: usize) {
         let (job, unit, layer) = (self.job, self.unit, self.job.layer);
-        // SAFETY: queries of the unit; the caller's keys and scores.
-        unsafe {
-            let scales = [layer.format.scales()[0], layer.scale].map(|s| S::splat(s));
-            by_rows!(S, 0..rows, |first, R| {
-                let q: [*const f32; R] =
-                    std::array::from_fn(|r| (job.q as *const f32).add(Self::head_row(job, unit, first + r) * layer.d));
-                let scores = scores.add(first * SCORES);
-                if S::VECTORS >= 32 && n > 1 {
-                    score_blocks::<S, F, R, GROUP>(&q, keys, scales, layer.d, scores);
-                } else {
-                    for (pair, keys) in keys.chunks_exact(2).enumerate().take(n.div_ceil(2)) {
-                        let scores = scores.add(pair * 2 * BLOCK);
-                        score_blocks::<S, F, R, 2>(&q, &[keys[0], keys[1]], scales, layer.d, scores);
+        let size = layer.d * BLOCK;
+        for block in segment.clone().step_by(GROUP) {
+            let n = GROUP.min(segment.end - block);
+            let at = group_of(block, block + n, |b| job.keys(unit, b));
+            let next = if block + n < segment.end {
+                group_of(block + n, segment.end, |b| job.keys(unit, b))
+            } else {
+                group_of(segment.start, segment.end, |b| job.values(unit, b))
+            };
+            let [key_scale, _] = job.kind.scales(&layer.format);
+            let mut keys = Group { at, next, scale: key_scale };
+            let mut kind = job.kind;
+            // SAFETY: blocks of the plan; scores have room for a group behind the run.
+            unsafe {
+                if kind != Kind::F32 && self.rows.count > DIRECT {
+                    for b in 0..n {
+                        widen(job.isa, kind, at[b], size, key_scale, self.room.wide.add(b * size));
                     }
+                    kind = Kind::F32;
+                    keys.at = group_of(0, n, |b| self.room.wide.wrapping_add(b * size).cast_const().cast());
                 }
-            });
+                let scores = self.room.scores.add(block * BLOCK - run * RUN);
+                score(job.isa, kind, self.q, self.rows.count, &keys, n, layer.d, layer.scale, scores);
+            }
         }
     }
 
     /// Adds the values of the blocks `segment` of the run, weighted, to the states of the rows that see them.
-    #[inline(always)]
-    unsafe fn mix_segment<S: Simd, F: Form>(&self, segment: Range<usize>, run: usize, sees: &Seen, states: *mut f32) {
-        let group = self.job.group;
-        let (first, last, sinks) = (sees.first, sees.last, sees.sight.sinks);
-        let (mut x, end) = (segment.start * BLOCK, (segment.end * BLOCK).min(last + 1));
+    unsafe fn mix(&self, segment: &Range<usize>, run: usize, states: *mut f32) {
+        let (group, first) = (self.job.group, self.seen.first);
+        let (mut x, end) = (segment.start * BLOCK, (segment.end * BLOCK).min(self.seen.last + 1));
         while x < end {
-            // Queries that see position x, and up to where they are the same.
-            let leaves = x.saturating_add(sees.sight.window - 1);
-            let (from, to) = (first.max(x), if x < sinks { last } else { last.min(leaves) });
-            let mut y = if x <= first { first + 1 } else { x + 1 };
-            if x < sinks {
-                y = y.min(sinks);
-            } else if leaves < last {
-                y = x + 1;
-            }
-            y = y.min(end);
+            let ([from, to], next) = self.seen.seers(x);
+            let next = next.min(end);
             if from <= to {
                 let rows = (from - first) * group..(to + 1 - first) * group;
                 // In pieces of a group of blocks.
                 let mut at = x;
-                while at < y {
-                    let next = y.min((at / (GROUP * BLOCK) + 1) * GROUP * BLOCK);
+                while at < next {
+                    let piece = at..next.min((at / (GROUP * BLOCK) + 1) * GROUP * BLOCK);
+                    at = piece.end;
                     // SAFETY: visible positions of the run.
-                    unsafe { self.mix_piece::<S, F>(at..next, run, rows.clone(), states) };
-                    at = next;
+                    unsafe { self.mix_piece(piece, segment, run, rows.clone(), states) };
                 }
             }
-            x = y;
+            x = next;
         }
     }
 
     /// Positions within a group of blocks, all seen by `rows`.
-    #[inline(always)]
-    unsafe fn mix_piece<S: Simd, F: Form>(
+    unsafe fn mix_piece(
         &self,
         positions: Range<usize>,
+        segment: &Range<usize>,
         run: usize,
         rows: Range<usize>,
         states: *mut f32,
     ) {
-        let (layer, padded) = (self.job.layer, self.job.layer.padded());
-        let widen = F::BYTES < 4 && rows.len() > if S::VECTORS >= 32 { 6 } else { 3 };
-        let first = positions.start / BLOCK;
-        let n = (positions.end - 1) / BLOCK + 1 - first;
-        let values: [*const u8; GROUP] = std::array::from_fn(|b| {
-            // SAFETY: values lie behind the keys of the block.
-            unsafe { self.keys(first + b.min(n - 1)).add(layer.key_bytes()) }
-        });
-        let within = positions.start - first * BLOCK..positions.end - first * BLOCK;
-        // SAFETY: the run's positions; scores of the rows are set.
+        let (job, unit, layer, padded) = (self.job, self.unit, self.job.layer, self.job.layer.padded());
+        let (block, end) = (positions.start / BLOCK, (positions.end - 1) / BLOCK + 1);
+        let at = group_of(block, end, |b| job.values(unit, b));
+        let next =
+            if end < segment.end { group_of(end, segment.end, |b| job.values(unit, b)) } else { self.keys_after(run) };
+        let [_, scale] = job.kind.scales(&layer.format);
+        let mut values = Group { at, next, scale };
+        let mut kind = job.kind;
+        let within = positions.start - block * BLOCK..positions.end - block * BLOCK;
+        // SAFETY: blocks of the plan; scores and states of the rows are set.
         unsafe {
+            if kind != Kind::F32 && rows.len() > DIRECT && within.len() >= BLOCK {
+                let size = padded * BLOCK;
+                for b in 0..end - block {
+                    widen(job.isa, kind, at[b], size, scale, self.room.wide.add(b * size));
+                }
+                kind = Kind::F32;
+                values.at = group_of(0, end - block, |b| self.room.wide.wrapping_add(b * size).cast_const().cast());
+            }
             let weights = self.room.scores.add(positions.start - run * RUN);
-            if widen {
-                let scale = S::splat(layer.format.scales()[1]);
-                for t in within.clone() {
-                    for i in (0..padded).step_by(LANES) {
-                        let from = values[t / BLOCK].add((t % BLOCK * padded + i) * F::BYTES);
-                        S::store(self.room.wide.add(t * padded + i), F::load::<S>(from, scale));
-                    }
-                }
-                let values: [*const u8; GROUP] =
-                    std::array::from_fn(|b| self.room.wide.add(b * BLOCK * padded).cast_const().cast());
-                self.mix_rows::<S, F32>(&values, within, rows, weights, states);
-            } else {
-                self.mix_rows::<S, F>(&values, within, rows, weights, states);
-            }
+            mix(job.isa, kind, weights, &values, within, rows, padded, states, job.state);
         }
     }
 
-    #[inline(always)]
-    unsafe fn mix_rows<S: Simd, F: Form>(
-        &self,
-        values: &[*const u8; GROUP],
-        within: Range<usize>,
-        rows: Range<usize>,
-        weights: *const f32,
-        states: *mut f32,
-    ) {
-        let (job, padded) = (self.job, self.job.layer.padded());
-        let lanes = if S::VECTORS >= 32 { 4 } else { 2 };
-        // SAFETY: the caller's rows.
-        unsafe {
-            let scale = S::splat(job.layer.format.scales()[1]);
-            by_rows!(S, rows.clone(), |first, R| {
-                let (weights, states) = (weights.add(first * SCORES), states.add(first * job.state));
-                let mut at = 0;
-                while at < padded {
-                    if at + lanes * LANES > padded {
-                        mix::<S, F, R, 1>(weights, values, within.clone(), padded, at, scale, states, job.state);
-                        at += LANES;
-                    } else if S::VECTORS >= 32 {
-                        mix::<S, F, R, 4>(weights, values, within.clone(), padded, at, scale, states, job.state);
-                        at += 4 * LANES;
-                    } else {
-                        mix::<S, F, R, 2>(weights, values, within.clone(), padded, at, scale, states, job.state);
-                        at += 2 * LANES;
-                    }
-                }
-            });
-        }
-    }
-}
-
-/// Scores of R rows against B blocks of 16 keys; `scales`: of the stored keys, and what scores are multiplied by.
-#[inline(always)]
-unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
-    q: &[*const f32; R],
-    keys: &[*const u8; B],
-    scales: [S::V; 2],
-    d: usize,
-    scores: *mut f32,
-) {
-    // SAFETY: the caller's ranges.
-    unsafe {
-        let mut dot = [[S::splat(0.0); B]; R];
-        for i in 0..d {
-            let k: [S::V; B] = std::array::from_fn(|b| F::load::<S>(keys[b].add(i * LANES * F::BYTES), scales[0]));
-            for r in 0..R {
-                let qv = S::splat(*q[r].add(i));
-                for b in 0..B {
-                    dot[r][b] = S::fma(qv, k[b], dot[r][b]);
-                }
-            }
-        }
-        for r in 0..R {
-            for b in 0..B {
-                S::store(scores.add(r * SCORES + b * LANES), S::mul(dot[r][b], scales[1]));
-            }
-        }
-    }
-}
-
-/// Turns the scores of the positions `seen` into `exp(score - largest)`, the others of `places` (multiples of 16) into 0, and returns
-/// the largest and the sum. `seen` lies within `places`, and its first range is not empty.
-#[inline(always)]
-unsafe fn soften<S: Simd>(scores: *mut f32, places: &[Range<usize>; 2], seen: &[Range<usize>; 2]) -> [f32; 2] {
-    // SAFETY: scores of `places` are set.
-    unsafe {
-        let fill = |x: f32| {
-            for place in places {
-                let mut at = place.start;
-                for s in seen.iter().filter(|s| !s.is_empty()).chain([&(place.end..place.end)]) {
-                    for i in at..s.start.clamp(at, place.end) {
-                        *scores.add(i) = x;
-                    }
-                    at = s.end.clamp(at, place.end);
-                }
-            }
+    /// The keys that this thread reads first after the values of `run`: of the next run, or of the next unit.
+    fn keys_after(&self, run: usize) -> [*const u8; GROUP] {
+        let sees = |unit: &Unit, run| self.job.seen(unit).blocks(run) > 0;
+        let (unit, run) = match (run + 1..self.unit.runs.end).find(|&run| sees(self.unit, run)) {
+            Some(run) => (self.unit, run),
+            None => (self.next, self.next.runs.clone().find(|&run| sees(self.next, run)).unwrap_or(0)),
         };
-        let vectors = || places.iter().flat_map(|p| p.clone().step_by(LANES));
-        // Masked places repeat a visible score, which changes no maximum and stays finite in exp.
-        let any = *scores.add(seen[0].start);
-        fill(any);
-        let mut top = S::splat(any);
-        for i in vectors() {
-            top = S::max(S::load(scores.add(i)), top);
-        }
-        let largest = largest::<S>(top);
-        let top = S::splat(largest);
-        for i in vectors() {
-            S::store(scores.add(i), exp::<S>(S::sub(S::load(scores.add(i)), top)));
-        }
-        fill(0.0);
-        let mut total = S::splat(0.0);
-        for i in vectors() {
-            total = S::add(total, S::load(scores.add(i)));
-        }
-        [largest, sum::<S>(total)]
-    }
-}
-
-/// Adds values of the positions `within` (of the first block) to the states of R rows, weighted, W vectors from column `at` on;
-/// `weights` begins at the first of the positions.
-#[inline(always)]
-unsafe fn mix<S: Simd, F: Form, const R: usize, const W: usize>(
-    weights: *const f32,
-    values: &[*const u8; GROUP],
-    within: Range<usize>,
-    padded: usize,
-    at: usize,
-    scale: S::V,
-    states: *mut f32,
-    state: usize,
-) {
-    // SAFETY: the caller's ranges.
-    unsafe {
-        let mut acc: [[S::V; W]; R] =
-            std::array::from_fn(|r| std::array::from_fn(|w| S::load(states.add(r * state + at + w * LANES))));
-        let mut t = within.start;
-        while t < within.end {
-            let end = within.end.min((t / BLOCK + 1) * BLOCK);
-            let block = values[t / BLOCK];
-            while t < end {
-                let v: [S::V; W] = std::array::from_fn(|w| {
-                    F::load::<S>(block.add((t % BLOCK * padded + at + w * LANES) * F::BYTES), scale)
-                });
-                for r in 0..R {
-                    let p = S::splat(*weights.add(r * SCORES + t - within.start));
-                    for w in 0..W {
-                        acc[r][w] = S::fma(p, v[w], acc[r][w]);
-                    }
-                }
-                t += 1;
-            }
-        }
-        for r in 0..R {
-            for w in 0..W {
-                S::store(states.add(r * state + at + w * LANES), acc[r][w]);
-            }
-        }
+        let segment = &self.job.seen(unit).segments(run)[0];
+        group_of(segment.start, segment.end, |b| self.job.keys(unit, b))
     }
 }

@@ -8,10 +8,13 @@
 //! - Padding, and positions that no query sees, may hold anything: they reach no result.
 
 use super::fused::Queries;
+use super::sight::Sight;
 use crate::memory::Lines;
+use crate::parallel::split;
 use crate::simd::LANES;
-use dsq_quant::{KvGrid, QuantType};
+use dsq_quant::KvGrid;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
 /// Positions of a block.
 pub const BLOCK: usize = LANES;
@@ -48,19 +51,6 @@ impl KvFormat {
         // Written so that NaN is found.
         values.iter().find(|x| !matches!(x.abs().partial_cmp(&limit), Some(std::cmp::Ordering::Less))).copied()
     }
-
-    /// The scales of keys and values; of floats 1, which is not used.
-    pub(super) fn scales(&self) -> [f32; 2] {
-        match self {
-            Self::F32 | Self::F16 => [1.0; 2],
-            Self::Codes(grid) => [grid.k.scale, grid.v.scale],
-        }
-    }
-
-    /// Whether codes are FP8 (else INT8).
-    pub(super) fn is_fp8(&self) -> bool {
-        matches!(self, Self::Codes(grid) if grid.args.qtype == QuantType::Fp8E4M3)
-    }
 }
 
 /// Keys and values of one layer, allocated once.
@@ -77,22 +67,6 @@ pub struct PagedLayer {
     pub(super) format: KvFormat,
     blocks: usize,
     pub(super) store: Lines,
-}
-
-/// Which positions a query sees.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Sight {
-    /// The last so many, at least 1; `usize::MAX`: all.
-    pub window: usize,
-    /// And the first so many.
-    pub sinks: usize,
-}
-
-impl Sight {
-    /// The first position of the window of the query at `p`.
-    pub fn start(&self, p: usize) -> usize {
-        (p + 1).saturating_sub(self.window)
-    }
 }
 
 impl PagedLayer {
@@ -167,61 +141,83 @@ impl PagedLayer {
     /// # Panics
     /// When the position, its block or a length is out of range (the caller's bug).
     pub fn put(&mut self, table: &[u32], position: usize, key: &[f32], value: &[f32]) {
-        assert!(key.len() == self.kv_heads * self.d && value.len() == self.kv_heads * self.value, "key and value rows");
-        let block = table[position / BLOCK] as usize;
-        assert!(block < self.blocks, "block {block} of {}", self.blocks);
-        match self.format {
-            KvFormat::F32 => self.write(block, position, key, value, f32::to_ne_bytes, f32::to_ne_bytes),
-            KvFormat::F16 => {
-                let stored = |x| f16::from_f32(x).to_ne_bytes();
-                self.write(block, position, key, value, stored, stored);
-            }
-            KvFormat::Codes(KvGrid { args, k, v }) => {
-                let (k, v) = (|x| [args.quantize(x, k) as u8], |x| [args.quantize(x, v) as u8]);
-                self.write(block, position, key, value, k, v);
-            }
-        }
-    }
-
-    fn write<const N: usize>(
-        &mut self,
-        block: usize,
-        position: usize,
-        key: &[f32],
-        value: &[f32],
-        k: impl Fn(f32) -> [u8; N],
-        v: impl Fn(f32) -> [u8; N],
-    ) {
-        let (d, width, lane) = (self.d, self.value, position % BLOCK);
-        let (keys, row, head_bytes) = (self.key_bytes(), self.padded() * N, self.head_bytes());
-        let at = block * self.block_bytes();
-        let block = &mut self.store.as_mut_slice()[at..at + self.kv_heads * head_bytes];
-        for (head, bytes) in block.chunks_exact_mut(head_bytes).enumerate() {
-            let (to_keys, to_values) = bytes.split_at_mut(keys);
-            for (to, &x) in to_keys.chunks_exact_mut(BLOCK * N).zip(&key[head * d..][..d]) {
-                to[lane * N..][..N].copy_from_slice(&k(x));
-            }
-            for (to, &x) in to_values[lane * row..].chunks_exact_mut(N).zip(&value[head * width..][..width]) {
-                to.copy_from_slice(&v(x));
-            }
-        }
+        self.put_rows(&[Queries { table, past: position, tokens: 1 }], key, value);
     }
 
     /// [`PagedLayer::put`] of the rows of all `sequences` (`keys [rows, kv_heads, d]`, `values [rows, kv_heads, value]`, rows as in
-    /// [`super::attend_paged`]) at their positions; blocks that are written belong to one sequence each.
+    /// [`super::attend`]) at their positions, split over blocks.
     ///
     /// # Panics
-    /// As there.
+    /// As there, and when two sequences write into one block.
     pub fn put_rows(&mut self, sequences: &[Queries<'_>], keys: &[f32], values: &[f32]) {
         let [k, v] = [self.d, self.value].map(|width| self.kv_heads * width);
         let rows: usize = sequences.iter().map(|s| s.tokens).sum();
-        assert!(keys.len() == rows * k && values.len() == rows * v, "rows of keys and values");
+        assert!(keys.len() == rows * k && values.len() == rows * v, "key and value rows");
+        // What is written into each block: its number, the first row, the first lane, and how many.
+        let mut writes = Vec::with_capacity(sequences.len() + rows / BLOCK);
         let mut row = 0;
         for s in sequences {
-            for t in 0..s.tokens {
-                self.put(s.table, s.past + t, &keys[row * k..][..k], &values[row * v..][..v]);
-                row += 1;
+            let (mut at, end) = (s.past, s.past + s.tokens);
+            while at < end {
+                let len = (BLOCK - at % BLOCK).min(end - at);
+                writes.push((s.table[at / BLOCK] as usize, row, at % BLOCK, len));
+                (at, row) = (at + len, row + len);
             }
+        }
+        if writes.len() > 1 {
+            writes.sort_unstable_by_key(|w| w.0);
+            assert!(writes.windows(2).all(|w| w[0].0 != w[1].0), "blocks: each written by one sequence");
+        }
+        if let Some(&(block, ..)) = writes.last() {
+            assert!(block < self.blocks, "block {block} of {}", self.blocks);
+        }
+        let bytes = self.block_bytes();
+        let store = self.store.as_mut_slice().as_mut_ptr() as usize;
+        split(writes.len(), 1, &|parts| {
+            for &(block, row, lane, len) in &writes[parts] {
+                // SAFETY: a block of the store, which is borrowed exclusively; no two of `writes` are of one block.
+                let to = unsafe { std::slice::from_raw_parts_mut((store + block * bytes) as *mut u8, bytes) };
+                for i in 0..len {
+                    let (key, value) = (&keys[(row + i) * k..][..k], &values[(row + i) * v..][..v]);
+                    match self.format {
+                        KvFormat::F32 => self.write(to, lane + i, key, value, [copy; 2]),
+                        KvFormat::F16 => self.write(to, lane + i, key, value, [half; 2]),
+                        KvFormat::Codes(KvGrid { args, k, v }) => {
+                            let codes = [k, v].map(|p| {
+                                move |x: &[f32], to: &mut [[u8; 1]]| {
+                                    to.iter_mut().zip(x).for_each(|(to, &x)| *to = [args.quantize(x, p) as u8]);
+                                }
+                            });
+                            self.write(to, lane + i, key, value, codes);
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// Writes one position into a block; `stored` makes stored values of keys and of values.
+    fn write<const N: usize>(
+        &self,
+        block: &mut [u8],
+        lane: usize,
+        key: &[f32],
+        value: &[f32],
+        [k, v]: [impl Fn(&[f32], &mut [[u8; N]]); 2],
+    ) {
+        let (d, width) = (self.d, self.value);
+        let (keys, row, head_bytes) = (self.key_bytes(), self.padded() * N, self.head_bytes());
+        let mut room = [[0u8; N]; 128];
+        for (head, bytes) in block.chunks_exact_mut(head_bytes).enumerate() {
+            let (to_keys, to_values) = bytes.split_at_mut(keys);
+            for (at, part) in key[head * d..][..d].chunks(room.len()).enumerate() {
+                let part_room = &mut room[..part.len()];
+                k(part, part_room);
+                let to = to_keys[at * 128 * BLOCK * N..].chunks_exact_mut(BLOCK * N);
+                to.zip(part_room).for_each(|(to, x)| to[lane * N..][..N].copy_from_slice(x));
+            }
+            let to = to_values[lane * row..][..width * N].as_chunks_mut().0;
+            v(&value[head * width..][..width], to);
         }
     }
 
@@ -250,5 +246,18 @@ impl PagedLayer {
             KvFormat::F16 => f16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
             KvFormat::Codes(grid) => grid.args.dequantize(bytes[0] as i8, [grid.k, grid.v][which]),
         }
+    }
+}
+
+fn copy(x: &[f32], to: &mut [[u8; 4]]) {
+    to.iter_mut().zip(x).for_each(|(to, x)| *to = x.to_ne_bytes());
+}
+
+fn half(x: &[f32], to: &mut [[u8; 2]]) {
+    let mut room = [f16::ZERO; 128];
+    for (x, to) in x.chunks(room.len()).zip(to.chunks_mut(room.len())) {
+        let room = &mut room[..x.len()];
+        room.convert_from_f32_slice(x);
+        to.iter_mut().zip(room).for_each(|(to, x)| *to = x.to_ne_bytes());
     }
 }

@@ -1,210 +1,430 @@
-//! Tests against f64, of equal bits on every path, of chunks against the whole, and of codes against floats on their grid.
+//! Tests of the paged cache and its attention: against f64, of equal bits however the work is cut, and of what must not be read.
 
-use super::*;
-use dsq_quant::{KvGrid, MiniFloat, QuantArgs};
+use super::RUN;
+use super::fused::attend_on;
+use super::{BLOCK, KvFormat, PagedLayer, Queries, attend, attention_mass};
+use crate::{Isa, Team};
+use dsq_quant::{KvGrid, MiniFloat, QuantArgs, QuantType};
+use half::f16;
 use proptest::prelude::*;
 
 fn wave(len: usize, seed: usize) -> Vec<f32> {
-    (0..len).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.0 - 1.0).collect()
+    (0..len).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0).collect()
 }
 
-#[derive(Clone, Copy)]
-struct Case {
-    heads: usize,
-    kv_heads: usize,
-    d: usize,
-    positions: usize,
+fn grid(qtype: QuantType) -> KvGrid {
+    // Less than the largest magnitude, so that some values saturate.
+    KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 0.9, 0.7).unwrap()
 }
 
-impl Case {
-    fn inputs(&self) -> (Vec<f32>, LayerCache, Vec<f32>, Vec<f32>) {
-        let q = wave(self.positions * self.heads * self.d, 1).iter().map(|x| 3.0 * x).collect();
-        let (k, v) =
-            (wave(self.positions * self.kv_heads * self.d, 2), wave(self.positions * self.kv_heads * self.d, 3));
-        (q, self.filled(None, &k, &v), k, v)
-    }
-
-    fn filled(&self, grid: Option<KvGrid>, k: &[f32], v: &[f32]) -> LayerCache {
-        let mut cache = LayerCache::new(self.positions, self.kv_heads, self.d, grid);
-        // Poison: padding that is read must not matter.
-        match &mut cache.store {
-            Store::Floats { keys, .. } => keys.as_mut_slice().fill(1e3),
-            Store::Codes { keys, .. } => keys.as_mut_slice().fill(0x70),
-        }
-        let row = self.kv_heads * self.d;
-        for t in 0..self.positions {
-            cache.put(t, &k[t * row..(t + 1) * row], &v[t * row..(t + 1) * row]);
-        }
-        cache
-    }
-
-    fn exact(&self, q: &[f32], k: &[f32], v: &[f32], seen: Range<usize>, head: usize) -> Vec<f64> {
-        let t = seen.end - 1;
-        let (d, kv) = (self.d, head / (self.heads / self.kv_heads));
-        let at = |x: &[f32], t: usize, heads: usize, h: usize, i: usize| f64::from(x[(t * heads + h) * d + i]);
-        let scores: Vec<f64> = seen
-            .clone()
-            .map(|s| {
-                (0..d).map(|i| at(q, t, self.heads, head, i) * at(k, s, self.kv_heads, kv, i)).sum::<f64>()
-                    / (d as f64).sqrt()
-            })
-            .collect();
-        let top = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
-        let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        (0..d)
-            .map(|i| {
-                let terms = weights.iter().zip(seen.clone());
-                terms.map(|(w, s)| w * at(v, s, self.kv_heads, kv, i)).sum::<f64>() / total
-            })
-            .collect()
-    }
-}
-
-const CASES: [Case; 5] = [
-    Case { heads: 1, kv_heads: 1, d: 2, positions: 1 },
-    Case { heads: 4, kv_heads: 2, d: 16, positions: 23 },
-    Case { heads: 4, kv_heads: 2, d: 24, positions: 40 },
-    Case { heads: 9, kv_heads: 3, d: 64, positions: 83 },
-    Case { heads: 2, kv_heads: 1, d: 128, positions: 130 },
-];
-
-/// None, one position, ends within a block of 16 and at its edges, and longer than any sequence.
-const WINDOWS: [Option<usize>; 6] = [None, Some(1), Some(15), Some(16), Some(37), Some(1000)];
-
-#[test]
-fn close_to_f64_and_equal_on_every_path() {
-    for (case, window) in CASES.into_iter().flat_map(|c| WINDOWS.map(|w| (c, w))) {
-        let (q, cache, k, v) = case.inputs();
-        let cache = cache.windowed(window);
-        let mut first = vec![f32::NAN; q.len()];
-        attend_on(Isa::Scalar, &cache, &q, case.heads, 0, &mut first);
-        for t in 0..case.positions {
-            for head in 0..case.heads {
-                let start = window.map_or(0, |w| (t + 1).saturating_sub(w));
-                let exact = case.exact(&q, &k, &v, start..t + 1, head);
-                for i in 0..case.d {
-                    let got = f64::from(first[(t * case.heads + head) * case.d + i]);
-                    // |q| <= 3, |k|, |v| <= 1: a score is off by at most (d + 2) u * 3 sqrt(d), a weight by twice that plus
-                    // exp's 2.5e-7 in numerator and denominator each; the two sums add (p + p/16 + 6) u.
-                    let u = 2f64.powi(-24);
-                    let score = (case.d as f64 + 2.0) * u * 3.0 * (case.d as f64).sqrt();
-                    let p = t as f64 + 1.0;
-                    let bound = 2.0 * (2.0 * score + 2.5e-7) + (p + p / 16.0 + 6.0) * u;
-                    assert!((got - exact[i]).abs() <= bound, "d {} t {t}: {got} against {}", case.d, exact[i]);
-                }
-            }
-        }
-        for isa in Isa::supported() {
-            let mut out = vec![f32::NAN; q.len()];
-            attend_on(isa, &cache, &q, case.heads, 0, &mut out);
-            assert!(out.iter().zip(&first).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?}");
-        }
-    }
-}
-
-#[test]
-fn chunks_and_single_tokens_give_the_bits_of_the_whole() {
-    for (case, window) in CASES.into_iter().flat_map(|c| WINDOWS.map(|w| (c, w))) {
-        let (q, cache, ..) = case.inputs();
-        let cache = cache.windowed(window);
-        let row = case.heads * case.d;
-        let mut whole = vec![0.0; q.len()];
-        attend(&cache, &q, case.heads, 0, &mut whole);
-        if window.is_some_and(|w| w >= case.positions) {
-            let mut all = vec![0.0; q.len()];
-            attend(&cache.clone().windowed(None), &q, case.heads, 0, &mut all);
-            assert!(same_bits(&all, &whole), "a window as long as the sequence is none");
-        }
-        for chunk in [1, 3, 7, 16] {
-            let mut out = vec![0.0; q.len()];
-            for at in (0..case.positions).step_by(chunk) {
-                let end = (at + chunk).min(case.positions);
-                attend(&cache, &q[at * row..end * row], case.heads, at, &mut out[at * row..end * row]);
-            }
-            assert_eq!(out, whole, "chunk {chunk}");
-        }
-    }
-}
-
-const TYPES: [QuantType; 2] = [QuantType::Int8, QuantType::Fp8E4M3];
-
-fn grid(qtype: QuantType, k: f32, v: f32) -> KvGrid {
-    KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), k, v).unwrap()
+fn formats() -> [KvFormat; 4] {
+    [KvFormat::F32, KvFormat::F16, KvFormat::Codes(grid(QuantType::Int8)), KvFormat::Codes(grid(QuantType::Fp8E4M3))]
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-/// A cache of codes is a float cache of their values, bit for bit: the whole kernel, every shape and path, a prompt in one
-/// piece and token by token, and at a quarter of the memory.
-#[test]
-fn codes_give_the_bits_of_floats_on_their_grid() {
-    for case in CASES {
-        let (q, float, mut k, mut v) = case.inputs();
-        for qtype in TYPES {
-            // Less than the largest magnitude, so that some values saturate.
-            let grid = grid(qtype, 0.9, 0.7);
-            let codes = case.filled(Some(grid), &k, &v);
-            // (Of the smallest case the rounding up to a cache line.)
-            assert!(4 * codes.bytes() == float.bytes() || case.d == 2, "one byte a value");
+/// Keys and values as a format gives them back.
+fn rounded(format: KvFormat, mut k: Vec<f32>, mut v: Vec<f32>) -> [Vec<f32>; 2] {
+    match format {
+        KvFormat::F32 => {}
+        KvFormat::F16 => k.iter_mut().chain(&mut v).for_each(|x| *x = f16::from_f32(*x).to_f32()),
+        KvFormat::Codes(grid) => {
             grid.round(grid.k, &mut k);
             grid.round(grid.v, &mut v);
-            let float = case.filled(None, &k, &v);
-            let mut want = vec![f32::NAN; q.len()];
-            attend_on(Isa::Scalar, &float, &q, case.heads, 0, &mut want);
-            for isa in Isa::supported() {
-                let mut got = vec![f32::NAN; q.len()];
-                attend_on(isa, &codes, &q, case.heads, 0, &mut got);
-                assert!(same_bits(&got, &want), "{qtype:?} {isa:?} d {}", case.d);
-            }
-            let (row, mut single) = (case.heads * case.d, vec![f32::NAN; q.len()]);
-            for t in 0..case.positions {
-                let at = t * row..(t + 1) * row;
-                attend(&codes, &q[at.clone()], case.heads, t, &mut single[at]);
-            }
-            assert_eq!(single, want, "{qtype:?} token by token");
         }
+    }
+    [k, v]
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    d: usize,
+    value: usize,
+    positions: usize,
+}
+
+const fn case(heads: usize, kv_heads: usize, d: usize, value: usize, positions: usize) -> Case {
+    Case { heads, kv_heads, d, value, positions }
+}
+
+/// One kv head, odd widths, groups of 1 to 30 heads (more than a tile has rows), lengths around blocks and runs.
+const CASES: [Case; 8] = [
+    case(1, 1, 2, 2, 1),
+    case(4, 2, 16, 16, 23),
+    case(4, 2, 24, 40, 40),
+    case(2, 2, 5, 7, 64),
+    case(30, 1, 8, 80, 35),
+    case(9, 3, 64, 64, RUN + 3),
+    case(7, 1, 16, 24, 2 * RUN),
+    case(2, 1, 128, 128, 2 * RUN + 17),
+];
+
+/// Window and sinks.
+const SIGHTS: [(Option<usize>, usize); 9] = [
+    (None, 0),
+    (None, 5),
+    (Some(1), 0),
+    (Some(15), 3),
+    (Some(16), 0),
+    (Some(37), 16),
+    (Some(40), RUN + 1),
+    (Some(RUN), 0),
+    (Some(1000), 4),
+];
+
+struct Filled {
+    case: Case,
+    layer: PagedLayer,
+    table: Vec<u32>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Case {
+    fn scale(&self) -> f32 {
+        1.0 / (self.d as f32).sqrt()
+    }
+
+    /// A layer whose unused places are NaN (or the code -1), its table in an order of its own.
+    fn filled(&self, format: KvFormat, (window, sinks): (Option<usize>, usize)) -> Filled {
+        let blocks = self.positions.div_ceil(BLOCK);
+        let mut layer = PagedLayer::new(blocks + 3, self.kv_heads, [self.d, self.value], self.scale(), format)
+            .windowed(window)
+            .with_sinks(sinks);
+        layer.store.as_mut_slice().fill(0xff);
+        let table: Vec<u32> = (0..blocks).map(|b| ((b * 7 + 2) % (blocks + 3)) as u32).collect();
+        let table = if (blocks + 3).is_multiple_of(7) { (1..=blocks as u32).rev().collect() } else { table };
+        let (k, v) =
+            (wave(self.positions * self.kv_heads * self.d, 2), wave(self.positions * self.kv_heads * self.value, 3));
+        for t in 0..self.positions {
+            let (k, v) = (&k[t * self.kv_heads * self.d..], &v[t * self.kv_heads * self.value..]);
+            layer.put(&table, t, &k[..self.kv_heads * self.d], &v[..self.kv_heads * self.value]);
+        }
+        let q = wave(self.positions * self.heads * self.d, 1).iter().map(|x| 3.0 * x).collect();
+        let [k, v] = rounded(format, k, v);
+        Filled { case: *self, layer, table, q, k, v }
+    }
+}
+
+impl Filled {
+    fn outputs(&self) -> usize {
+        self.case.heads * self.case.value
+    }
+
+    /// All queries in pieces of `chunk`.
+    fn attended(&self, isa: Isa, chunk: usize) -> Vec<f32> {
+        let (row, wide) = (self.case.heads * self.case.d, self.outputs());
+        let mut out = vec![f32::NAN; self.case.positions * wide];
+        for past in (0..self.case.positions).step_by(chunk) {
+            let end = (past + chunk).min(self.case.positions);
+            let sequence = Queries { table: &self.table, past, tokens: end - past };
+            let (q, out) = (&self.q[past * row..end * row], &mut out[past * wide..end * wide]);
+            attend_on(isa, &self.layer, &[sequence], q, self.case.heads, out);
+        }
+        out
+    }
+
+    fn seen(&self, t: usize) -> Vec<usize> {
+        let start = self.layer.window().map_or(0, |w| (t + 1).saturating_sub(w));
+        (0..=t).filter(|&s| s < self.layer.sinks() || s >= start).collect()
+    }
+
+    /// The weights of `head` at `t`, by position seen.
+    fn weights(&self, t: usize, head: usize) -> Vec<f64> {
+        let Case { heads, kv_heads, d, .. } = self.case;
+        let kv = head / (heads / kv_heads);
+        let scores = self.seen(t).into_iter().map(|s| {
+            let (q, k) = (&self.q[(t * heads + head) * d..][..d], &self.k[(s * kv_heads + kv) * d..][..d]);
+            q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>() * f64::from(self.case.scale())
+        });
+        let scores: Vec<f64> = scores.collect();
+        let top = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
+        let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        weights.iter().map(|w| w / total).collect()
+    }
+
+    fn exact(&self, t: usize, head: usize) -> Vec<f64> {
+        let Case { heads, kv_heads, value, .. } = self.case;
+        let (kv, seen, weights) = (head / (heads / kv_heads), self.seen(t), self.weights(t, head));
+        let at = |s: usize, i: usize| f64::from(self.v[(s * kv_heads + kv) * value + i]);
+        (0..value).map(|i| weights.iter().zip(&seen).map(|(w, &s)| w * at(s, i)).sum()).collect()
+    }
+}
+
+#[test]
+fn close_to_f64_and_equal_on_every_path() {
+    for case in CASES {
+        for (i, sight) in SIGHTS.into_iter().enumerate() {
+            // All formats without a window, one after another with.
+            for format in if i == 0 { formats().to_vec() } else { vec![formats()[i % 4]] } {
+                let filled = case.filled(format, sight);
+                let first = filled.attended(Isa::Scalar, case.positions);
+                // All of the first and of the last positions, a few between (f64 is slow).
+                for t in (0..case.positions).filter(|t| *t < 20 || t % 41 == 0 || t + 20 >= case.positions) {
+                    for head in 0..case.heads {
+                        let exact = filled.exact(t, head);
+                        for j in 0..case.value {
+                            let got = f64::from(first[(t * case.heads + head) * case.value + j]);
+                            // |q| <= 3, |k|, |v| <= 1: a score is off by at most (d + 2) u * 3 sqrt(d), a weight by twice that plus
+                            // exp's 2.5e-7 in numerator and denominator each; the two sums add (p + p/16 + 6) u; a merge adds another
+                            // exp of a difference, rounded (2.5e-7 + 6 sqrt(d) u), and 3 u, also in both.
+                            let u = 2f64.powi(-24);
+                            let root = (case.d as f64).sqrt();
+                            let score = (case.d as f64 + 2.0) * u * 3.0 * root;
+                            let (p, merges) = (t as f64 + 1.0, (t / RUN) as f64);
+                            let bound = 2.0 * (2.0 * score + 2.5e-7)
+                                + (p + p / 16.0 + 6.0) * u
+                                + 2.0 * merges * (2.5e-7 + 6.0 * root * u + 3.0 * u);
+                            let error = (got - exact[j]).abs();
+                            assert!(error <= bound, "{case:?} {format:?} {sight:?} t {t}: {got} against {}", exact[j]);
+                        }
+                    }
+                }
+                for isa in Isa::supported() {
+                    let got = filled.attended(isa, case.positions);
+                    assert!(same_bits(&got, &first), "{case:?} {format:?} {sight:?} {isa:?}");
+                }
+            }
+        }
+    }
+}
+
+/// A whole prompt, pieces of it, token by token; one, two and three threads, on a team and on rayon.
+#[test]
+fn pieces_and_threads_change_no_bit() {
+    for (i, (case, sight)) in CASES.into_iter().flat_map(|c| SIGHTS.map(|s| (c, s))).enumerate() {
+        let filled = case.filled(formats()[i % 4], sight);
+        let isa = Isa::supported()[i % Isa::supported().len()];
+        let whole = filled.attended(isa, case.positions);
+        for chunk in [1, 2, 5, 16, case.positions.div_ceil(2)] {
+            assert!(same_bits(&filled.attended(isa, chunk), &whole), "{case:?} {sight:?} {isa:?} pieces of {chunk}");
+        }
+        // (Threads are slow to start.)
+        for threads in if i % 3 == 0 { vec![1, 2, 3] } else { vec![] } {
+            let run = || [case.positions, 7, 1].map(|chunk| filled.attended(Isa::detect(), chunk));
+            let team = Team::new(threads).unwrap().enter(run);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run);
+            for got in team.iter().chain(&pool) {
+                assert!(same_bits(got, &whole), "{case:?} {sight:?} {threads} threads");
+            }
+        }
+    }
+}
+
+/// f16 and codes are an f32 cache of the same values, bit for bit; and of one run, the bits of the cache of one sequence.
+#[test]
+fn every_format_gives_the_bits_of_floats() {
+    for (case, format) in CASES.into_iter().flat_map(|c| formats().map(|f| (c, f))) {
+        let filled = case.filled(format, (None, 0));
+        let mut float = case.filled(KvFormat::F32, (None, 0));
+        let (kw, vw) = (case.kv_heads * case.d, case.kv_heads * case.value);
+        for t in 0..case.positions {
+            float.layer.put(&float.table, t, &filled.k[t * kw..][..kw], &filled.v[t * vw..][..vw]);
+        }
+        for chunk in [1, case.positions] {
+            let (got, want) = (filled.attended(Isa::detect(), chunk), float.attended(Isa::Scalar, chunk));
+            assert!(same_bits(&got, &want), "{case:?} {format:?} {chunk}");
+        }
+    }
+}
+
+/// Sequences of a batch do not know each other: prefill and single tokens, short and long, of shared blocks, none among them.
+#[test]
+fn a_batch_gives_the_bits_of_its_sequences() {
+    for (case, sight) in [(CASES[5], (None, 0)), (CASES[7], (Some(37), 16)), (CASES[2], (None, 0))] {
+        for format in formats() {
+            let filled = case.filled(format, sight);
+            let n = case.positions;
+            let whole = filled.attended(Isa::Scalar, n);
+            let (row, wide) = (case.heads * case.d, filled.outputs());
+            let cuts = [(n - 1, 1), (0, n), (3, 0), (n / 2, 9), (0, 1), (17, 2), (n - 5, 5), (n / 3, n / 3)];
+            let sequences = cuts.map(|(past, tokens)| Queries { table: &filled.table, past, tokens });
+            let pick = |x: &[f32], width: usize| -> Vec<f32> {
+                cuts.iter().flat_map(|&(past, tokens)| x[past * width..(past + tokens) * width].to_vec()).collect()
+            };
+            let (q, want) = (pick(&filled.q, row), pick(&whole, wide));
+            for threads in [1, 2] {
+                let mut out = vec![f32::NAN; want.len()];
+                Team::new(threads).unwrap().enter(|| {
+                    attend(&filled.layer, &sequences, &q, case.heads, &mut out);
+                });
+                assert!(same_bits(&out, &want), "{case:?} {format:?} {threads} threads");
+            }
+        }
+    }
+    let layer = PagedLayer::new(1, 1, [4, 4], 1.0, KvFormat::F16);
+    attend(&layer, &[], &[], 2, &mut []);
+}
+
+/// Blocks out of sight are not read: their entries name no block, and what lies in them is NaN.
+#[test]
+fn what_is_out_of_sight_is_not_read() {
+    for (case, format) in [CASES[5], CASES[7]].into_iter().flat_map(|c| formats().map(|f| (c, f))) {
+        for sight in [(Some(1), 0), (Some(20), 1), (Some(33), 20), (Some(RUN), 17)] {
+            let mut filled = case.filled(format, sight);
+            let whole = filled.attended(Isa::Scalar, case.positions);
+            let (row, wide) = (case.heads * case.d, filled.outputs());
+            for past in [case.positions - 1, case.positions - 20] {
+                let (table, mut holes) = (filled.table.clone(), filled.table.clone());
+                let first = (past + 1).saturating_sub(sight.0.unwrap()) / BLOCK;
+                for b in (sight.1.div_ceil(BLOCK)..first).chain(case.positions.div_ceil(BLOCK)..holes.len()) {
+                    holes[b] = u32::MAX;
+                }
+                assert!(sight.0 >= Some(RUN) || holes.contains(&u32::MAX));
+                // The same blocks hold NaN meanwhile.
+                let kept = filled.layer.clone();
+                let bytes = filled.layer.block_bytes();
+                for (&from, _) in table.iter().zip(&holes).filter(|&(_, &h)| h == u32::MAX) {
+                    filled.layer.store.as_mut_slice()[from as usize * bytes..][..bytes].fill(0xff);
+                }
+                for isa in Isa::supported() {
+                    let mut out = vec![f32::NAN; (case.positions - past) * wide];
+                    let sequence = Queries { table: &holes, past, tokens: case.positions - past };
+                    attend_on(isa, &filled.layer, &[sequence], &filled.q[past * row..], case.heads, &mut out);
+                    assert!(same_bits(&out, &whole[past * wide..]), "{case:?} {format:?} {sight:?} {isa:?}");
+                }
+                filled.layer = kept;
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "block 4294967295 of")]
+fn a_block_in_sight_must_exist() {
+    let filled = CASES[5].filled(KvFormat::F16, (Some(20), 1));
+    let table = vec![u32::MAX; filled.table.len()];
+    let sequence = Queries { table: &table, past: 100, tokens: 1 };
+    let (q, mut out) = (vec![0.0; 9 * 64], vec![0.0; 9 * 64]);
+    attend(&filled.layer, &[sequence], &q, 9, &mut out);
+}
+
+/// Two sequences share a prefix; one writes on in a copy of its last block, and the other is what it was.
+#[test]
+fn a_copied_block_is_written_alone() {
+    let case = CASES[5];
+    for format in formats() {
+        let mut filled = case.filled(format, (None, 0));
+        let whole = filled.attended(Isa::detect(), case.positions);
+        let last = filled.table.len() - 1;
+        let free = (0..filled.layer.blocks() as u32).find(|b| !filled.table.contains(b)).unwrap();
+        let mut other = filled.table.clone();
+        other[last] = free;
+        filled.layer.copy_block(filled.table[last], free);
+        let shared = std::mem::replace(&mut filled.table, other);
+        assert!(same_bits(&filled.attended(Isa::detect(), case.positions), &whole), "the copy holds the same");
+        let (k, v) = (wave(case.kv_heads * case.d, 8), wave(case.kv_heads * case.value, 9));
+        filled.layer.put(&filled.table, case.positions - 1, &k, &v);
+        assert!(!same_bits(&filled.attended(Isa::detect(), case.positions), &whole));
+        filled.table = shared;
+        assert!(same_bits(&filled.attended(Isa::detect(), case.positions), &whole));
+    }
+}
+
+#[test]
+fn values_without_a_form_are_found() {
+    let [f32, f16, int8, _] = formats();
+    let values = [1.0, -65504.0, 65519.99, f32::MIN_POSITIVE];
+    for format in formats() {
+        assert_eq!(format.refused(&values), None);
+    }
+    for (x, by_codes) in [(65520.0, false), (-1e30, false), (f32::INFINITY, true), (f32::NAN, true)] {
+        let with = [0.0, x, 1.0];
+        assert_eq!(f32.refused(&with), None);
+        assert_eq!(f16.refused(&with).map(f32::to_bits), Some(x.to_bits()));
+        assert_eq!(int8.refused(&with).is_some(), by_codes);
+    }
+    // The largest that is not refused stays finite.
+    assert_eq!(half::f16::from_f32(65519.99).to_f32(), 65504.0);
+    let mut layer = PagedLayer::new(1, 1, [1, 1], 1.0, f16);
+    layer.put(&[0], 0, &[1.0], &[-65519.99]);
+    let mut out = [0.0];
+    attend(&layer, &[Queries { table: &[0], past: 0, tokens: 1 }], &[1.0], 1, &mut out);
+    assert_eq!(out, [-65504.0]);
+}
+
+#[test]
+fn masses_are_the_weights_that_positions_receive() {
+    for (case, sight) in CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s))) {
+        let filled = case.filled(KvFormat::F16, sight);
+        let past = case.positions - 3;
+        let queries = Queries { table: &filled.table, past, tokens: 3 };
+        let mut mass = vec![1.0; case.kv_heads * case.positions];
+        let q = &filled.q[past * case.heads * case.d..];
+        let entropies = attention_mass(&filled.layer, queries, q, case.heads, &mut mass);
+        let mut want = vec![1.0f64; mass.len()];
+        for (t, head) in (0..3).flat_map(|t| (0..case.heads).map(move |h| (t, h))) {
+            let (seen, weights) = (filled.seen(past + t), filled.weights(past + t, head));
+            let kv = head / (case.heads / case.kv_heads);
+            seen.iter().zip(&weights).for_each(|(&s, w)| want[kv * case.positions + s] += w);
+            let entropy: f64 = weights.iter().map(|w| -w * w.ln()).sum();
+            assert!((entropy - f64::from(entropies[t * case.heads + head])).abs() < 1e-5, "{case:?}");
+        }
+        for (got, want) in mass.iter().zip(&want) {
+            assert!((f64::from(*got) - want).abs() <= 1e-6 * want, "{case:?}: {got} against {want}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Any sight, length, cut and format: every path, whole and cut, gives the same bits.
+    #[test]
+    fn any_cut_of_any_sequence(
+        positions in 1usize..700, cut in 1usize..700, window in prop::option::of(0usize..600), sinks in 0usize..300,
+        kv_heads in 1usize..3, group in 1usize..5, d in 1usize..20, value in 1usize..40, format in 0usize..4,
+    ) {
+        let case = case(kv_heads * group, kv_heads, d, value, positions);
+        let filled = case.filled(formats()[format], (window, sinks));
+        let (cut, wide, row) = (cut.min(positions), filled.outputs(), case.heads * d);
+        let whole = filled.attended(Isa::detect(), positions);
+        prop_assert!(whole.iter().all(|x| x.is_finite()));
+        prop_assert!(same_bits(&filled.attended(Isa::detect(), cut), &whole));
+        let past = positions - cut.min(8);
+        let last = Queries { table: &filled.table, past, tokens: positions - past };
+        let mut out = vec![f32::NAN; last.tokens * wide];
+        attend_on(Isa::Scalar, &filled.layer, &[last], &filled.q[past * row..], case.heads, &mut out);
+        prop_assert!(same_bits(&out, &whole[past * wide..]));
     }
 }
 
 /// Every code that a cache can hold, as a value and as a key: it is stored as itself and read as its value on every path.
 #[test]
 fn every_code_is_stored_and_read() {
-    for qtype in TYPES {
-        let grid = grid(qtype, 3.0, 0.01);
+    for qtype in [QuantType::Int8, QuantType::Fp8E4M3] {
+        let grid = KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 3.0, 0.01).unwrap();
         let codes: Vec<u8> = (0..=255).filter(|&c| qtype == QuantType::Int8 || MiniFloat::E4M3.is_finite(c)).collect();
         let d = codes.len();
         assert_eq!(d, if qtype == QuantType::Int8 { 256 } else { 254 });
         let value = |p| codes.iter().map(|&c| grid.args.dequantize(c as i8, p)).collect::<Vec<f32>>();
-        let (k, v) = (value(grid.k), value(grid.v));
-        let mut cache = LayerCache::new(2, 1, d, Some(grid));
-        cache.put(0, &k, &v);
-        let Store::Codes { keys, values, .. } = &cache.store else { panic!("codes") };
-        for (i, &c) in codes.iter().enumerate() {
-            assert_eq!([keys.as_slice()[i * LANES], values.as_slice()[i]], [c, c], "{qtype:?}");
-        }
-        // One visible position has weight 1: the output is the value.
-        for isa in Isa::supported() {
+        let (k, v, zeros) = (value(grid.k), value(grid.v), vec![0.0; d]);
+        let filled = |format| {
+            let mut layer = PagedLayer::new(1, 1, [d, d], 1.0 / (d as f32).sqrt(), format);
+            layer.put(&[0], 0, &k, &v);
+            layer.put(&[0], 1, &zeros, &zeros);
+            layer
+        };
+        let (codes_of, float) = (filled(KvFormat::Codes(grid)), filled(KvFormat::F32));
+        let on = |isa, layer: &PagedLayer, past, q: &[f32]| {
             let mut out = vec![f32::NAN; d];
-            attend_on(isa, &cache, &vec![0.1; d], 1, 0, &mut out);
-            assert_eq!(out, v, "{qtype:?} {isa:?}");
-        }
-        // The keys: each code against a unit query of its own; the other position has the key 0, so the two weights tell it.
-        cache.put(1, &vec![0.0; d], &vec![0.0; d]);
-        let mut float = LayerCache::new(2, 1, d, None);
-        float.put(0, &k, &v);
-        float.put(1, &vec![0.0; d], &vec![0.0; d]);
-        for i in 0..d {
-            let mut q = vec![0.0; d];
-            q[i] = 2.0;
-            let mut want = vec![f32::NAN; d];
-            attend_on(Isa::Scalar, &float, &q, 1, 1, &mut want);
-            for isa in Isa::supported() {
-                let mut out = vec![f32::NAN; d];
-                attend_on(isa, &cache, &q, 1, 1, &mut out);
-                assert_eq!(out, want, "{qtype:?} {isa:?} code {:#x}", codes[i]);
+            attend_on(isa, layer, &[Queries { table: &[0], past, tokens: 1 }], q, 1, &mut out);
+            out
+        };
+        for isa in Isa::supported() {
+            // One visible position has weight 1: the output is the value.
+            assert_eq!(on(isa, &codes_of, 0, &vec![0.1; d]), v, "{qtype:?} {isa:?}");
+            // The keys: each code against a unit query of its own; the other position has the key 0, so the two weights tell it.
+            for i in 0..d {
+                let mut q = vec![0.0; d];
+                q[i] = 2.0;
+                let want = on(Isa::Scalar, &float, 1, &q);
+                assert_eq!(on(isa, &codes_of, 1, &q), want, "{qtype:?} {isa:?} code {:#x}", codes[i]);
             }
         }
     }
@@ -217,23 +437,26 @@ proptest! {
         rows in prop::collection::vec(prop::collection::vec(-1e30f32..1e30, 48), 1..40),
         small in -1e-3f32..1e-3, fp8: bool, scale in 1e-6f32..1e6,
     ) {
-        let grid = grid(TYPES[usize::from(fp8)], scale, small.abs());
-        let (mut codes, mut float) =
-            (LayerCache::new(rows.len(), 2, 24, Some(grid)), LayerCache::new(rows.len(), 2, 24, None));
+        let qtype = if fp8 { QuantType::Fp8E4M3 } else { QuantType::Int8 };
+        let grid = KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), scale, small.abs()).unwrap();
+        let table: Vec<u32> = (0..rows.len().div_ceil(BLOCK) as u32).rev().collect();
+        let new = |format| PagedLayer::new(table.len(), 2, [24, 24], 0.2, format);
+        let (mut codes, mut float) = (new(KvFormat::Codes(grid)), new(KvFormat::F32));
         for (t, row) in rows.iter().enumerate().rev() {
             let mut k: Vec<f32> = row.iter().map(|x| x * 1e-30 * scale).collect();
             let mut v: Vec<f32> = row.iter().map(|x| x * small).collect();
-            codes.put(t, row, &k);
-            codes.put(t, &k, &v);
+            codes.put(&table, t, row, &k);
+            codes.put(&table, t, &k, &v);
             grid.round(grid.k, &mut k);
             grid.round(grid.v, &mut v);
-            float.put(t, &k, &v);
+            float.put(&table, t, &k, &v);
         }
         let q = wave(4 * 24, rows.len());
+        let queries = [Queries { table: &table, past: rows.len() - 1, tokens: 1 }];
         let (mut a, mut b) = (vec![f32::NAN; q.len()], vec![f32::NAN; q.len()]);
-        attend_on(Isa::Scalar, &float, &q, 4, rows.len() - 1, &mut a);
+        attend_on(Isa::Scalar, &float, &queries, &q, 4, &mut a);
         for isa in Isa::supported() {
-            attend_on(isa, &codes, &q, 4, rows.len() - 1, &mut b);
+            attend_on(isa, &codes, &queries, &q, 4, &mut b);
             prop_assert!(same_bits(&a, &b), "{:?}", isa);
         }
     }

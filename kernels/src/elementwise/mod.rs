@@ -12,9 +12,6 @@
 //! - Error: `exp` is within 2.5e-7 relative of the exact value on [-87.3, 88.3] (tested over a grid against f64), and
 //!   saturates beyond; SiLU within 6e-7 relative of f64 where `|gate| <= 87`.
 
-#[cfg(test)]
-mod tests;
-
 use crate::Isa;
 use crate::parallel::{OutPtr, split};
 use crate::simd::{LANES, Simd, dispatch, sum};
@@ -40,25 +37,28 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// Runs `body(first, len)` over `len` values in vectors; the last partial vector goes through a zero-padded buffer.
-#[inline(always)]
-unsafe fn each<S: Simd>(inputs: [*const f32; 2], out: *mut f32, len: usize, f: impl Fn(S::V, S::V) -> S::V) {
-    // SAFETY: the inputs are readable and `out` is writable for `len` values.
-    unsafe {
+/// `out = expression of a and b`, over `len` values in vectors; the last partial vector goes through a zero-padded buffer. A macro,
+/// because a closure is not compiled with the features of the function around it, and then calls each instruction.
+///
+/// Safety: the path's features; the inputs readable, `out` writable for `len` values.
+macro_rules! each {
+    ($s:ident, [$x:expr, $y:expr], $out:expr, $len:expr, |$a:ident, $b:ident| $f:expr) => {{
+        let (x, y, out, len): (*const f32, *const f32, *mut f32, usize) = ($x, $y, $out, $len);
         let full = len / LANES * LANES;
         for i in (0..full).step_by(LANES) {
-            S::store(out.add(i), f(S::load(inputs[0].add(i)), S::load(inputs[1].add(i))));
+            let ($a, $b) = ($s::load(x.add(i)), $s::load(y.add(i)));
+            $s::store(out.add(i), $f);
         }
         if full < len {
             let mut buffer = [[0.0f32; LANES]; 2];
-            for (b, input) in buffer.iter_mut().zip(inputs) {
-                std::ptr::copy_nonoverlapping(input.add(full), b.as_mut_ptr(), len - full);
-            }
+            std::ptr::copy_nonoverlapping(x.add(full), buffer[0].as_mut_ptr(), len - full);
+            std::ptr::copy_nonoverlapping(y.add(full), buffer[1].as_mut_ptr(), len - full);
+            let ($a, $b) = ($s::load(buffer[0].as_ptr()), $s::load(buffer[1].as_ptr()));
             let mut lanes = [0.0f32; LANES];
-            S::store(lanes.as_mut_ptr(), f(S::load(buffer[0].as_ptr()), S::load(buffer[1].as_ptr())));
+            $s::store(lanes.as_mut_ptr(), $f);
             std::ptr::copy_nonoverlapping(lanes.as_ptr(), out.add(full), len - full);
         }
-    }
+    }};
 }
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`, row by row; `x` and `out` are `[m, n]` with `n = weight.len()`.
@@ -115,7 +115,7 @@ pub fn add(x: &mut [f32], delta: &[f32]) {
 #[inline(always)]
 unsafe fn add_range<S: Simd>(x: *mut f32, delta: *const f32, len: usize) {
     // SAFETY: forwarded.
-    unsafe { each::<S>([x.cast_const(), delta], x, len, |x, d| S::add(x, d)) }
+    unsafe { each!(S, [x.cast_const(), delta], x, len, |a, d| S::add(a, d)) }
 }
 
 /// `x = exp((x - top) / divisor)`, element by element, where `top` is the largest: the weights of a softmax. Saturates as [`exp`], so what is
@@ -136,7 +136,7 @@ unsafe fn exp_below_range<S: Simd>(x: *mut f32, len: usize, top: f32, divisor: f
     // SAFETY: forwarded; the arithmetic is lane-wise.
     unsafe {
         let (top, divisor) = (S::splat(top), S::splat(divisor));
-        each::<S>([x.cast_const(), x.cast_const()], x, len, |x, _| exp::<S>(S::div(S::sub(x, top), divisor)));
+        each!(S, [x.cast_const(), x.cast_const()], x, len, |a, _b| exp::<S>(S::div(S::sub(a, top), divisor)));
     }
 }
 
@@ -254,7 +254,7 @@ unsafe fn rms_norm_row<S: Simd>(x: *const f32, w: *const f32, n: usize, eps: f32
             squares = S::fma(v, v, squares);
         }
         let r = S::splat(1.0 / (sum::<S>(squares) / n as f32 + eps).sqrt());
-        each::<S>([x, w], out, n, |v, w| S::mul(S::mul(v, r), w));
+        each!(S, [x, w], out, n, |v, w| S::mul(S::mul(v, r), w));
     }
 }
 
@@ -285,9 +285,13 @@ fn silu_mul_on(isa: Isa, gate: &[f32], up: &[f32], out: &mut [f32]) {
 unsafe fn silu_mul_range<S: Simd>(gate: *const f32, up: *const f32, len: usize, out: *mut f32) {
     // SAFETY: forwarded.
     unsafe {
-        each::<S>([gate, up], out, len, |g, u| {
+        each!(S, [gate, up], out, len, |g, u| {
             let e = exp::<S>(S::sub(S::splat(0.0), g));
             S::mul(S::div(g, S::add(S::splat(1.0), e)), u)
         });
     }
 }
+
+// Behind the macro, which it uses.
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use super::*;
 #[inline(always)]
 unsafe fn exp_all<S: Simd>(x: *const f32, len: usize, out: *mut f32) {
     // SAFETY: `len` values each.
-    unsafe { each::<S>([x, x], out, len, |v, _| exp::<S>(v)) }
+    unsafe { each!(S, [x, x], out, len, |v, _b| exp::<S>(v)) }
 }
 
 fn exp_on(isa: Isa, x: &[f32]) -> Vec<f32> {

@@ -101,30 +101,17 @@ impl Rounded {
         };
         let wide = AtomicBool::new(false);
         let tokens = |range: std::ops::Range<usize>| {
-            let mut run_scales = Vec::new();
+            let mut scales = Vec::new();
             for i in range {
                 let (first, tokens) = tile(i, m, self.widest);
                 for t in 0..tokens {
                     let row = &x[(first + t) * p.k..][..p.k];
-                    let run = grid.map_or(p.k, |g| runs(g, row, &mut run_scales));
-                    for (i, s) in p.segments.iter().enumerate() {
-                        let values = &row[s.at..s.at + s.len];
-                        let fixed = grid.map(|_| run_scales[s.at / run.max(1)]);
-                        // SAFETY: this part's tile lies within the buffers, which were grown for `m` tokens; tiles are disjoint.
-                        let sum = unsafe {
-                            let codes = places.codes.get().cast::<u8>();
-                            let to = codes.add((first * self.octets + s.octet * tokens + t) * OCTET);
-                            let (scale, sum) = segment(path, values, fixed, to, tokens * OCTET);
-                            let cell = first * self.segments + i * tokens + t;
-                            *places.scales.get().add(cell) = scale;
-                            *places.sums.get().cast::<i32>().add(cell) = sum;
-                            *places.starts.get().cast::<i32>().add(cell) = 8 * (i32::from(sum as i16) + (sum >> 16));
-                            sum
-                        };
-                        let lowest = i32::from(i16::MAX) + 1;
-                        if 8 * i32::from(sum as i16) >= lowest || 8 * (sum >> 16) >= lowest {
-                            wide.store(true, Relaxed);
-                        }
+                    let fixed = grid.map(|g| runs(g, row, &mut scales)).map(|run| Runs { scales: &scales, run });
+                    let (codes, cells) = (first * octets, first * p.segments.len());
+                    let to = Token { p, row, fixed, places, codes, cells, tokens, t };
+                    // SAFETY: this part's tile lies within the buffers, which were grown for `m` tokens; tiles are disjoint.
+                    if unsafe { to.round(path) } {
+                        wide.store(true, Relaxed);
                     }
                 }
             }
@@ -185,20 +172,69 @@ fn runs(grid: &InputGrid, row: &[f32], scales: &mut Vec<f32>) -> usize {
     run
 }
 
-/// Rounds a segment: its codes go to `to`, an octet every `stride` bytes, the last filled up with zeros. Gives the scale (`fixed`, or
-/// that of the segment's own largest magnitude) and the sums.
-///
-/// Safety: the CPU has the path; the octets of `x` at `to` are writable.
-unsafe fn segment(path: IntPath, x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
-    // SAFETY: forwarded.
-    unsafe {
-        match path {
-            #[cfg(target_arch = "x86_64")]
-            IntPath::Vnni512 => x86::segment_avx512(x, fixed, to, stride),
-            #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 => x86::segment_avx2(x, fixed, to, stride),
-            IntPath::Scalar => plain_segment(x, fixed, to, stride),
+/// The scales of the runs of a token on a stored grid.
+#[derive(Clone, Copy)]
+struct Runs<'a> {
+    scales: &'a [f32],
+    /// Values of a run.
+    run: usize,
+}
+
+/// A token that is rounded, and its place in its tile.
+struct Token<'a> {
+    p: &'a Panels,
+    row: &'a [f32],
+    fixed: Option<Runs<'a>>,
+    places: Places,
+    /// The tile's first octet and its first scale.
+    codes: usize,
+    cells: usize,
+    tokens: usize,
+    t: usize,
+}
+
+impl Token<'_> {
+    /// Rounds all segments; true when one of them is `wide`.
+    ///
+    /// Safety: the CPU has the path; the token's places are writable.
+    unsafe fn round(&self, path: IntPath) -> bool {
+        // SAFETY: forwarded.
+        unsafe {
+            match path {
+                #[cfg(target_arch = "x86_64")]
+                IntPath::Vnni512 => x86::token_avx512(self),
+                #[cfg(target_arch = "x86_64")]
+                IntPath::Avx2 | IntPath::Vnni256 => x86::token_avx2(self),
+                #[cfg(all(test, target_arch = "x86_64"))]
+                IntPath::Vnni256Vl => x86::token_avx2(self),
+                IntPath::Scalar => self.each(|x, fixed, to, stride| plain_segment(x, fixed, to, stride)),
+            }
         }
+    }
+
+    /// `segment` rounds one: its codes go to the pointer, an octet every so many bytes, the last filled up with zeros. It is given
+    /// the scale (`None`: that of the segment's own largest magnitude) and gives the scale and the sums.
+    ///
+    /// Safety: the token's places are writable.
+    #[inline(always)]
+    unsafe fn each(&self, segment: impl Fn(&[f32], Option<f32>, *mut u8, usize) -> (f32, i32)) -> bool {
+        let mut wide = false;
+        for (i, s) in self.p.segments.iter().enumerate() {
+            let fixed = self.fixed.map(|f| f.scales[s.at / f.run]);
+            let cell = self.cells + i * self.tokens + self.t;
+            // SAFETY: a tile holds the octets, scales and sums of all segments for each of its tokens.
+            unsafe {
+                let codes = self.places.codes.get().cast::<u8>();
+                let to = codes.add((self.codes + s.octet * self.tokens + self.t) * OCTET);
+                let (scale, sums) = segment(&self.row[s.at..s.at + s.len], fixed, to, self.tokens * OCTET);
+                let (low, high) = (i32::from(sums as i16), sums >> 16);
+                *self.places.scales.get().add(cell) = scale;
+                *self.places.sums.get().cast::<i32>().add(cell) = sums;
+                *self.places.starts.get().cast::<i32>().add(cell) = 8 * (low + high);
+                wide |= 8 * low.max(high) > i32::from(i16::MAX);
+            }
+        }
+        wide
     }
 }
 
@@ -223,7 +259,7 @@ fn packed_sums(low: i32, high: i32) -> i32 {
 
 /// The rounding in plain Rust, written so that a compiler can use vectors.
 ///
-/// Safety: as [`segment`].
+/// Safety: as [`Token::each`].
 #[inline(always)]
 unsafe fn plain_segment(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
     let mut values = [0.0f32; SEGMENT];
@@ -258,28 +294,47 @@ unsafe fn plain_segment(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usiz
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{packed_sums, plain_segment, scales_of};
+    use super::{SEGMENT, Token, packed_sums, plain_segment, scales_of};
     use std::arch::x86_64::*;
 
-    /// Safety: as [`super::segment`], with AVX2.
+    /// Safety: as [`Token::round`], with AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn segment_avx2(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+    pub(super) unsafe fn token_avx2(token: &Token) -> bool {
         // SAFETY: forwarded.
-        unsafe { plain_segment(x, fixed, to, stride) }
+        unsafe { token.each(|x, fixed, to, stride| plain_segment(x, fixed, to, stride)) }
     }
 
-    /// Safety: as [`super::segment`], with AVX-512F.
+    /// Safety: as [`Token::round`], with AVX-512F and AVX2.
     #[target_feature(enable = "avx512f,avx2")]
-    pub(super) unsafe fn segment_avx512(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
+    pub(super) unsafe fn token_avx512(token: &Token) -> bool {
+        // SAFETY: forwarded.
+        unsafe {
+            token.each(|x, fixed, to, stride| match x.len() {
+                SEGMENT => segment_avx512::<true>(x, fixed, to, stride),
+                _ => segment_avx512::<false>(x, fixed, to, stride),
+            })
+        }
+    }
+
+    /// Safety: as [`Token::each`], with AVX-512F and AVX2; `FULL`: the segment has its greatest length.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx2")]
+    unsafe fn segment_avx512<const FULL: bool>(
+        x: &[f32],
+        fixed: Option<f32>,
+        to: *mut u8,
+        stride: usize,
+    ) -> (f32, i32) {
+        let len = if FULL { SEGMENT } else { x.len() };
         // SAFETY: masked loads read values of `x` alone; octets are written as far as `x` goes.
         unsafe {
             let load = |i: usize| {
-                let mask = if x.len() - i >= 16 { 0xffff } else { (1u16 << (x.len() - i)) - 1 };
+                let mask = if FULL || len - i >= 16 { 0xffff } else { (1u16 << (len - i)) - 1 };
                 _mm512_maskz_loadu_ps(mask, x.as_ptr().add(i))
             };
             let mut absmax = _mm512_setzero_si512();
             if fixed.is_none() {
-                for i in (0..x.len()).step_by(16) {
+                for i in (0..len).step_by(16) {
                     let bits = _mm512_and_si512(_mm512_castps_si512(load(i)), _mm512_set1_epi32(0x7fff_ffff));
                     absmax = _mm512_max_epu32(absmax, bits);
                 }
@@ -290,7 +345,7 @@ mod x86 {
             let keep = if scale.is_nan() { 0 } else { 0xffff };
             let quads = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
             let mut sums = _mm512_setzero_si512();
-            for i in (0..x.len()).step_by(16) {
+            for i in (0..len).step_by(16) {
                 let scaled = if fixed.is_some() {
                     let c = _mm512_max_ps(_mm512_div_ps(load(i), factor), _mm512_set1_ps(-128.0));
                     _mm512_min_ps(c, _mm512_set1_ps(127.0))
@@ -302,7 +357,7 @@ mod x86 {
                 let bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(codes), quads);
                 let to = to.add(i / 8 * stride);
                 _mm_storel_epi64(to.cast(), bytes);
-                if x.len() - i > 8 {
+                if len - i > 8 {
                     _mm_storel_epi64(to.add(stride).cast(), _mm_unpackhi_epi64(bytes, bytes));
                 }
             }

@@ -4,7 +4,7 @@
 //! - Shapes: `x [m, k]` rounded, `out [m, n]`; any m, n, k, any grouping, symmetric or asymmetric.
 //! - Layout: weights as they are for f32 activations, one copy for both modes. A word of INT4 holds eight values of a row: `w & 0x0f0f0f0f`
 //!   are columns 0, 2, 4, 6 and `w >> 4 & 0x0f0f0f0f` columns 1, 3, 5, 7, each code plus 8. INT8 has those quads in two lines, plus 128.
-//! - Requires: nothing; AVX-512 VNNI and AVX2 are found at run time. AVX-512 without VNNI takes the AVX2 form.
+//! - Requires: nothing; AVX-512 VNNI, AVX-VNNI and AVX2 are found at run time. AVX-512 without VNNI takes the AVX2 form.
 //! - Order: per output and segment the exact integer `dot = sum (code - zero) * input code`, then
 //!   `total = fma(weight_scale, input_scale * dot, total)` from 0 in f32, segments in increasing k. On a grid with one scale for a token
 //!   that scale is the input scale of each of its segments. All paths give the same bits, for any m and any number of threads.
@@ -30,6 +30,12 @@ pub(crate) enum IntPath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX2 and AVX-VNNI.
+    #[cfg(target_arch = "x86_64")]
+    Vnni256,
+    /// The arithmetic of `Vnni256` in the encoding of AVX-512VL.
+    #[cfg(all(test, target_arch = "x86_64"))]
+    Vnni256Vl,
     /// AVX-512F, BW and VNNI.
     #[cfg(target_arch = "x86_64")]
     Vnni512,
@@ -45,9 +51,22 @@ impl IntPath {
                 IntPath::Vnni512
             }
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 if is_x86_feature_detected!("avxvnni") => IntPath::Vnni256,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx2 => IntPath::Avx2,
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx512 | Isa::Avx2 => IntPath::Scalar,
+        }
+    }
+
+    /// Products of one instruction of the path.
+    pub(crate) fn products(self) -> usize {
+        match self {
+            IntPath::Scalar => 1,
+            #[cfg(target_arch = "x86_64")]
+            IntPath::Vnni512 => 64,
+            #[cfg(target_arch = "x86_64")]
+            _ => 32,
         }
     }
 
@@ -56,7 +75,9 @@ impl IntPath {
         match self {
             IntPath::Scalar => 4,
             #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 => 4,
+            IntPath::Avx2 | IntPath::Vnni256 => 4,
+            #[cfg(all(test, target_arch = "x86_64"))]
+            IntPath::Vnni256Vl => 4,
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => 12,
         }
@@ -70,6 +91,10 @@ impl IntPath {
             IntPath::Avx2 if isa == Isa::Avx512 => "avx2 (this CPU has no AVX-512 VNNI)",
             #[cfg(target_arch = "x86_64")]
             IntPath::Avx2 => "avx2 (this CPU has no AVX-512F)",
+            #[cfg(target_arch = "x86_64")]
+            IntPath::Vnni256 => "avx2 with vnni (this CPU has no AVX-512 VNNI)",
+            #[cfg(all(test, target_arch = "x86_64"))]
+            IntPath::Vnni256Vl => "avx512vl vnni",
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => "avx512 vnni",
         }
@@ -130,29 +155,35 @@ pub(crate) fn matmul(
 fn multiply(path: IntPath, p: &Panels, blocks: Range<usize>, rounded: &Rounded, out: OutPtr) {
     let tiles = rounded.tiles();
     let chunk = (CHUNK_BYTES / (p.k * path.widest())).max(4);
+    // With one tile there is nothing to come back for.
+    let step = if tiles == 1 { blocks.len() } else { 1 }.max(1);
     for from in (0..tiles).step_by(chunk) {
-        for block in blocks.clone() {
+        for block in blocks.clone().step_by(step) {
             for i in from..tiles.min(from + chunk) {
-                // SAFETY: the block exists, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
+                // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
                 // blocks of the parts are disjoint; the path was detected.
-                unsafe { tile(path, p, block, rounded.tile(i), out.get()) };
+                unsafe { tile(path, p, block..blocks.end.min(block + step), rounded.tile(i), out.get()) };
             }
         }
     }
 }
 
-/// One block of 16 rows for one tile of tokens.
+/// Blocks of 16 rows for one tile of tokens.
 ///
-/// Safety: the CPU has the path; the block exists; the tile is of `p`'s segments; `out` is writable for the rows of the tile.
-unsafe fn tile(path: IntPath, p: &Panels, block: usize, t: Tile, out: *mut f32) {
+/// Safety: the CPU has the path; the blocks exist; the tile is of `p`'s segments; `out` is writable for the rows of the tile.
+unsafe fn tile(path: IntPath, p: &Panels, blocks: Range<usize>, t: Tile, out: *mut f32) {
     // SAFETY: forwarded.
     unsafe {
         match path {
-            IntPath::Scalar => scalar_tile(p, block, t, out),
+            IntPath::Scalar => blocks.for_each(|block| scalar_tile(p, block, t, out)),
             #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 => super::int_avx2::tile(p, block, t, out),
+            IntPath::Avx2 => super::int_avx2::tile(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]
-            IntPath::Vnni512 => super::int_vnni::tile(p, block, t, out),
+            IntPath::Vnni256 => super::int_vnni256::tile(p, blocks, t, out),
+            #[cfg(all(test, target_arch = "x86_64"))]
+            IntPath::Vnni256Vl => super::int_vnni256::tile_vl(p, blocks, t, out),
+            #[cfg(target_arch = "x86_64")]
+            IntPath::Vnni512 => super::int_vnni::tile(p, blocks, t, out),
         }
     }
 }

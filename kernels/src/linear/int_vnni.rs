@@ -6,22 +6,23 @@ use super::kernel::{scale, store_row};
 use super::layout::{BLOCK, OCTET, Panels};
 use crate::simd::Avx512;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// How far ahead of what is multiplied weights are asked for.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 8192;
 
-/// One block of 16 rows for one tile of up to 12 tokens.
+/// Blocks of 16 rows for one tile of up to 12 tokens.
 ///
 /// Safety: AVX-512F, BW and VNNI; the rest as [`super::int::tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-pub(super) unsafe fn tile(p: &Panels, block: usize, tile: Tile, out: *mut f32) {
+pub(super) unsafe fn tile(p: &Panels, blocks: Range<usize>, tile: Tile, out: *mut f32) {
     macro_rules! run {
         ($($t:literal),*) => {
             // SAFETY: forwarded.
             unsafe {
                 match (tile.tokens, is_int8(p)) {
-                    $(($t, false) => tokens::<$t, false>(p, block, tile, out),
-                    ($t, true) => tokens::<$t, true>(p, block, tile, out),)*
+                    $(($t, false) => blocks.for_each(|b| tokens::<$t, false>(p, b, tile, out)),
+                    ($t, true) => blocks.for_each(|b| tokens::<$t, true>(p, b, tile, out)),)*
                     _ => unreachable!("tiles have 1 to 12 tokens"),
                 }
             }

@@ -110,11 +110,6 @@ impl Panels {
     pub(crate) fn pack_codes(q: &QuantizedMatrix) -> Result<Self, QuantError> {
         q.validate()?;
         let mut p = Self::empty(q.n, q.k, Storage::Code(q.args.qtype), q.group_len());
-        let nibbles = |offset: u8| {
-            move |out: &mut [u8], lane: usize, j: usize, code: i8| {
-                out[lane * 4 + j / 2] |= (code as u8).wrapping_add(offset) << (4 * (j % 2));
-            }
-        };
         match q.args.qtype {
             QuantType::Int8 => p.fill(&q.codes, |out, lane, j, code| {
                 out[int8_at(lane, j)] = (code as u8).wrapping_add(128);
@@ -122,8 +117,10 @@ impl Panels {
             QuantType::Fp8E4M3 | QuantType::Fp8E5M2 => {
                 p.fill(&q.codes, |out, lane, j, code| out[j * BLOCK + lane] = code as u8);
             }
-            QuantType::Fp4E2M1 => p.fill(&q.codes, nibbles(0)),
-            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => p.fill(&q.codes, nibbles(8)),
+            QuantType::Fp4E2M1 => p.fill(&q.codes, |out, lane, j, code| {
+                out[lane * 4 + j / 2] |= (code as u8) << (4 * (j % 2));
+            }),
+            QuantType::Int2 | QuantType::Int3 | QuantType::Int4 => p.fill_words(&q.codes),
         }
         let (dtype, blocks) = (q.args.scale_dtype, q.n.div_ceil(BLOCK));
         let width = dtype.bits() / 8;

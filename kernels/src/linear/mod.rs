@@ -25,17 +25,22 @@ mod int;
 mod int_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int_vnni;
+#[cfg(target_arch = "x86_64")]
+mod int_vnni256;
 mod kernel;
 mod layout;
 mod modes;
 mod reference;
+mod stored;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_int;
 
+pub(crate) use int::IntPath;
 pub use modes::{Activations, matmul_many_in, matmul_many_on_grid};
 pub use reference::{matmul_int8_reference, matmul_reference};
+pub use stored::FloatPacking;
 
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Simd, dispatch};

@@ -24,6 +24,11 @@ impl Linear {
         takes_int8(self.parts().0)
     }
 
+    /// Whether products run on the integer kernel, in a mode or (where there is one) on a checkpoint's grid.
+    pub fn multiplies_int8(&self, mode: Activations, grid: Option<&InputGrid>) -> bool {
+        grid.map_or(mode == Activations::Int8 && self.takes_int8(), |grid| self.refuses(grid).is_none())
+    }
+
     /// The path that this layer runs on in a mode, and why.
     pub fn describe_in(&self, mode: Activations) -> String {
         match mode {

@@ -9,6 +9,10 @@ use proptest::prelude::*;
 fn paths() -> Vec<IntPath> {
     let mut all: Vec<IntPath> = Isa::supported().into_iter().map(IntPath::of).collect();
     all.dedup();
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
+        all.push(IntPath::Vnni256Vl);
+    }
     all
 }
 

@@ -32,6 +32,21 @@ pub fn quantize(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<Quanti
     fast(w, n, k, args).map_or_else(|| QuantizedMatrix::quantize(w, n, k, args), Ok)
 }
 
+/// [`quantize`] in the thread that calls, for some rows at a time: of no more values than a core's cache holds it is as fast as memory.
+///
+/// # Errors
+/// As there.
+pub fn quantize_here(w: &[f32], n: usize, k: usize, args: QuantArgs) -> Result<QuantizedMatrix, QuantError> {
+    let fast = || {
+        let split = Split::new(w, n, k, &args)?;
+        let (mut params, mut codes) = (vec![UNSET; split.count], vec![0i8; w.len()]);
+        find_params(w, split.per_scale, &args, &mut params)?;
+        choose_codes(w, split.per_scale, &args, &params, &mut codes);
+        Some(matrix(n, k, args, &params, codes))
+    };
+    fast().map_or_else(|| QuantizedMatrix::quantize(w, n, k, args), Ok)
+}
+
 /// [`QuantizedMatrix::quantize_with`].
 ///
 /// # Errors

@@ -27,6 +27,7 @@ fn same<T: PartialEq>(a: &Result<T, QuantError>, b: &Result<T, QuantError>) -> b
 fn assert_equal(w: &[f32], n: usize, k: usize, args: QuantArgs) {
     let got = quantize(w, n, k, args);
     assert!(same(&got, &QuantizedMatrix::quantize(w, n, k, args)), "{n}x{k} {args:?}");
+    assert!(same(&quantize_here(w, n, k, args), &got), "{n}x{k} {args:?}");
     assert!(got.is_err() || got.is_ok_and(|q| q.validate().is_ok()), "{n}x{k} {args:?}");
     if args.observer == WeightObserver::Mse {
         return;

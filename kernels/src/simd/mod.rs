@@ -54,6 +54,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn e2m1(p: *const u8, j: i32) -> Self::V;
     /// 16 readable bytes: sixteen FP8 E4M3 codes. A NaN code gives 480 or -480: the callers have none.
     unsafe fn e4m3(p: *const u8) -> Self::V;
+    /// The same, each divided by 256.
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V;
     /// 16 readable bytes: sixteen FP8 E5M2 codes.
     unsafe fn e5m2(p: *const u8) -> Self::V;
     /// 16 readable bytes: sixteen E8M0 exponents, `2^(byte - 127)`; 255 gives infinity: the callers have none.

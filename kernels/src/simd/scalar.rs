@@ -18,7 +18,7 @@ impl Simd for Scalar {
     type V = [f32; LANES];
     const TILE_BLOCKS: usize = 1;
     const TILE_TOKENS: usize = 1;
-    const VECTORS: usize = 8;
+    const VECTORS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -86,6 +86,10 @@ impl Simd for Scalar {
     #[inline(always)]
     unsafe fn e4m3(p: *const u8) -> Self::V {
         unsafe { p.cast::<[u8; LANES]>().read_unaligned() }.map(|c| MiniFloat::E4M3.decode(c))
+    }
+    #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
+        unsafe { Self::e4m3(p) }.map(|x| x / 256.0)
     }
     #[inline(always)]
     unsafe fn e5m2(p: *const u8) -> Self::V {

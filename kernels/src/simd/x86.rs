@@ -6,12 +6,6 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-/// What a nibble in bits `4j..4j + 4` of a number with the exponent of `2^(23 - 4j)` is above, and 8.
-#[inline(always)]
-fn nibble_offset(j: i32) -> f32 {
-    (1i32 << (23 - 4 * j)) as f32 + 8.0
-}
-
 /// Applies a two-register operation half by half.
 macro_rules! halves {
     ($f:ident, $a:expr, $b:expr) => {
@@ -83,12 +77,13 @@ impl Simd for Avx2 {
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
             let half = |p: *const u8| {
-                // See the AVX-512 path.
+                // A nibble in bits 4j to 4j + 3 below the exponent of 2^(23 - 4j) is that number plus the nibble: no shift, no
+                // conversion, and the difference is exact. One shift brings nibbles 5 to 7 there.
                 let words = _mm256_loadu_si256(p.cast());
                 let (words, j) = if j < 5 { (words, j) } else { (_mm256_srli_epi32::<20>(words), j - 5) };
                 let field = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * j)));
                 let sum = _mm256_or_si256(field, _mm256_set1_epi32((150 - 4 * j) << 23));
-                _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps(nibble_offset(j)))
+                _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps((1i32 << (23 - 4 * j)) as f32 + 8.0))
             };
             [half(p), half(p.add(32))]
         }
@@ -127,12 +122,15 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe { Self::mul(Self::e4m3_by_256(p), Self::splat(256.0)) }
+    }
+    #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
         unsafe {
             // As a binary16 with the same bits the value is 2^-8 of what it should be, subnormal codes included.
             let half = |p: *const u8| {
                 let bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())), 7);
-                let half = _mm_and_si128(bits, _mm_set1_epi16(0xbfffu16 as i16));
-                _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
+                _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(0xbfffu16 as i16)))
             };
             [half(p), half(p.add(8))]
         }
@@ -237,19 +235,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn nibble(p: *const u8, j: i32) -> Self::V {
         unsafe {
-            // A nibble in bits 4j to 4j + 3 below the exponent of 2^(23 - 4j) is that number plus the nibble: no shift, no
-            // conversion, and the difference is exact. One shift brings nibbles 5 to 7 there. Where the nibble is lowest, a
-            // permutation reads the low 4 bits of each lane and looks it up.
+            // The permutation reads the low 4 bits of each lane: shift and look up, no mask, no conversion.
+            let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
             let words = _mm512_loadu_si512(p.cast());
-            let (words, j) = if j < 5 { (words, j) } else { (_mm512_srli_epi32::<20>(words), j - 5) };
-            if j == 0 {
-                let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
-                return _mm512_permutexvar_ps(words, table);
-            }
-            let exponent = _mm512_set1_epi32((150 - 4 * j) << 23);
-            // (words & mask) | exponent
-            let sum = _mm512_ternarylogic_epi32::<0xea>(words, _mm512_set1_epi32(15 << (4 * j)), exponent);
-            _mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(nibble_offset(j)))
+            _mm512_permutexvar_ps(_mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * j)), table)
         }
     }
     #[inline(always)]
@@ -276,11 +265,14 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn e4m3(p: *const u8) -> Self::V {
+        unsafe { Self::mul(Self::e4m3_by_256(p), Self::splat(256.0)) }
+    }
+    #[inline(always)]
+    unsafe fn e4m3_by_256(p: *const u8) -> Self::V {
         unsafe {
             // See the AVX2 path.
             let bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())), 7);
-            let half = _mm256_and_si256(bits, _mm256_set1_epi16(0xbfffu16 as i16));
-            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+            _mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(0xbfffu16 as i16)))
         }
     }
     #[inline(always)]

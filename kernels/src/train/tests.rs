@@ -284,7 +284,7 @@ fn attention_matches_f64_and_its_gradient_the_slope() {
 /// rounded ones for what they are.
 #[test]
 fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
-    use crate::attention::{LayerCache, attend};
+    use crate::attention::{BLOCK, KvFormat, PagedLayer, Queries, attend};
     let s = AttentionShape { b: 1, t: 37, heads: 4, kv_heads: 2, d: 6, window: None };
     let rope = rope(s.t, s.d, 100.0);
     let (q, k, v) =
@@ -305,13 +305,14 @@ fn attention_on_a_grid_is_attention_over_a_cache_of_codes() {
         };
         let rotated_q = by_position(AttentionShape { kv_heads: s.heads, ..s }.rotated_keys(&q, &rope), s.heads);
         let rotated_k = by_position(s.rotated_keys(&k, &rope), s.kv_heads);
-        let cache = LayerCache::new(s.t, s.kv_heads, s.d, Some(grid)).windowed(window);
-        let (mut cache, row) = (cache, s.kv_heads * s.d);
-        for t in 0..s.t {
-            cache.put(t, &rotated_k[t * row..][..row], &v[t * row..][..row]);
-        }
+        let table: Vec<u32> = (0..s.t.div_ceil(BLOCK) as u32).collect();
+        let scale = 1.0 / (s.d as f32).sqrt();
+        let cache = PagedLayer::new(table.len(), s.kv_heads, [s.d; 2], scale, KvFormat::Codes(grid));
+        let mut cache = cache.windowed(window);
+        let queries = [Queries { table: &table, past: 0, tokens: s.t }];
+        cache.put_rows(&queries, &rotated_k, &v);
         let mut want = vec![0.0; q.len()];
-        attend(&cache, &rotated_q, s.heads, 0, &mut want);
+        attend(&cache, &queries, &rotated_q, s.heads, &mut want);
         for (a, b) in run.out.iter().zip(&want) {
             assert!((a - b).abs() < 2e-6, "{qtype:?}: {a} {b}");
         }

@@ -26,7 +26,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     let export = GgufExport::new(&ckpt, &args.out, options)?;
     if args.plan {
         let mut plan = plan_of(args, &export)?;
-        plan.memory = plan.memory.max(plan::BASE_MEMORY + proof_logits::bytes(&ckpt, global.threads()));
+        plan.memory = plan.memory.max(plan::BASE_MEMORY + args.logits.bytes(&ckpt, global.threads()));
         return plan.tell(global, &args.out);
     }
     check_room(&args.out, export.bytes())?;
@@ -47,7 +47,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     }
     let inputs = quantized_inputs(&ckpt)?;
     let bar = output::progress(count, "write {bar:30} {pos}/{len} tensors {eta}");
-    let judge = |exported: &Checkpoint| proof_logits::compare(&ckpt, exported, global.threads());
+    let judge = |exported: &Checkpoint| args.logits.compare(&ckpt, exported, global.threads());
     let proof = export.judged(Judge(&judge)).write(&quantize_blocks, &mut || bar.inc(1))?;
     bar.finish_and_clear();
     report(args, global, ty, &proof, loss.as_ref(), inputs);

@@ -107,7 +107,7 @@ pub(super) fn run(args: &Args, global: &Global, ckpt: &Checkpoint, model: &Image
     for layer in outcome.layers {
         tensors.extend(exported(args, ckpt, layer)?);
     }
-    let judge = |exported: &Checkpoint| proof_logits::compare(ckpt, exported, global.threads());
+    let judge = |exported: &Checkpoint| args.logits.compare(ckpt, exported, global.threads());
     let target = FolderTarget {
         overwrite: args.overwrite,
         judge: Some(Judge(&judge)),

@@ -1,8 +1,8 @@
 //! The journal of `dsq quantize`: where it lies and what a run is known by. What is in it is dsq-train's.
 
 use super::{Args, Run, calibrated::Text};
-use crate::{Global, error::CliError, output, overlap::sha256};
-use dsq_checkpoint::{Checkpoint, Workers};
+use crate::{Global, error::CliError, output};
+use dsq_checkpoint::{Checkpoint, Workers, hex_sha256};
 use dsq_train::ptq::{Found, Journal};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -49,23 +49,23 @@ fn tensors(global: &Global, ckpt: &Checkpoint) -> Result<String, CliError> {
     let hashes = Workers::new(global.threads()).run(names.len(), cost, hash)?;
     bar.finish_and_clear();
     let tensors: String = names.iter().zip(hashes).map(|(name, hash)| format!("{name:?} {hash}\n")).collect();
-    Ok(sha256(tensors.as_bytes()))
+    Ok(hex_sha256(tensors.as_bytes()))
 }
 
 /// All that the bytes of the result depend on.
 fn fingerprint(run: &Run, text: &Text, tensors: Value) -> Result<Value, CliError> {
     let Run { args, ckpt, config, candidates, .. } = *run;
-    let files: String = ckpt.aux_files()?.iter().map(|(name, b)| format!("{name:?} {}\n", sha256(b))).collect();
+    let files: String = ckpt.aux_files()?.iter().map(|(name, b)| format!("{name:?} {}\n", hex_sha256(b))).collect();
     Ok(json!({
         "dsq": env!("CARGO_PKG_VERSION"),
         "model": {
-            "config": sha256(format!("{:?}", ckpt.config()).as_bytes()),
+            "config": hex_sha256(format!("{:?}", ckpt.config()).as_bytes()),
             "tensors": tensors,
-            "files": sha256(files.as_bytes()),
+            "files": hex_sha256(files.as_bytes()),
         },
         "calibration": text.fingerprint(),
         "options": options(args),
-        "schemes": sha256(format!("{config:?} {candidates:?}").as_bytes()),
+        "schemes": hex_sha256(format!("{config:?} {candidates:?}").as_bytes()),
     }))
 }
 

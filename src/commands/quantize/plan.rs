@@ -3,7 +3,7 @@
 
 use super::{Args, Floats, Method, calibrated::Text, journal, stream, workers};
 use crate::plan::{BASE_MEMORY, JournalThere, Plan, most_resident, stream_memory, timed, write_rate};
-use crate::{Global, error::CliError, proof_logits};
+use crate::{Global, error::CliError};
 use dsq_checkpoint::{Checkpoint, FolderTarget, LinearSpec, ModelConfig, Outline, Workers, check_room, folder_bytes};
 use dsq_kernels::train::{Strided, matmul};
 use dsq_quant::{QuantConfig, QuantScheme};
@@ -133,7 +133,7 @@ impl Run<'_> {
             measured += &format!(", products are computed at {:.1} GFLOP/s", flops / 1e9);
         }
         // The prompts of the proof, one after the other for source and output, after everything else.
-        memory = memory.max(BASE_MEMORY + proof_logits::bytes(self.ckpt, self.global.threads()));
+        memory = memory.max(BASE_MEMORY + self.args.logits.bytes(self.ckpt, self.global.threads()));
         Ok(Plan { memory, disk, seconds: time, measured, journal: self.journal()? })
     }
 

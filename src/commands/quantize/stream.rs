@@ -2,13 +2,13 @@
 //! memory does not grow with the model. Not the folder and its proof (dsq-checkpoint), not the arithmetic of rounding (dsq-quant, by
 //! way of dsq-kernels), not the methods that fill the journal (`calibrated.rs`).
 
-use super::{Args, Calibrated, Floats, Layer, Weight, workers};
+use super::{Args, Calibrated, Floats, Layer, Weight, source_name, stored_type, workers};
 use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{
-    Checkpoint, CheckpointError, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord, Workers,
-    export_stream,
+    Checkpoint, CheckpointError, Differences, ExportTensor, FolderTarget, LinearSpec, Outline, Proof, SourceRecord,
+    Workers, export_stream,
 };
-use dsq_quant::{InputGrid, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
+use dsq_quant::{Granularity, InputGrid, QuantArgs, QuantConfig, QuantScheme, QuantizedMatrix};
 use dsq_train::ptq::Fit;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -185,12 +185,56 @@ impl<'a> Rounding<'a> {
     /// Rounds one layer; the codes do not depend on the number of threads. `alone`: under a global scale of its own, where there is
     /// one, to see how long it takes.
     pub(super) fn layer(&self, spec: &LinearSpec, alone: bool) -> Result<Layer, CliError> {
+        if let Some(layer) = self.layer_in_runs(spec)? {
+            return Ok(layer);
+        }
         let (weight, matrix) = self.round(spec, alone)?;
         let (sha256, dtype) = weight.stored.clone();
         let source = SourceRecord::with_matrix(sha256, dtype, &weight.data, &matrix);
         let layer = Layer::new(self.args, spec, &weight, matrix, source, None);
         self.spare().push(weight.data);
         layer
+    }
+
+    /// [`Rounding::layer`] of a weight whose groups are runs of a row: each run of groups is read, hashed, rounded and compared with
+    /// its codes while it is in the cache. `None` for other weights, and for such as are refused: then the whole tells why.
+    fn layer_in_runs(&self, spec: &LinearSpec) -> Result<Option<Layer>, CliError> {
+        /// Values of a run: with their codes and what is read they take half of a core's own cache.
+        const RUN: usize = 1 << 16;
+        let (n, k, args) = (spec.n(), spec.k(), weights_of(self.config, &spec.module)?);
+        let group = match args.granularity {
+            Granularity::PerGroup(len) if len > 0 && k % len == 0 => len,
+            Granularity::PerChannel if k > 0 => k,
+            _ => return Ok(None),
+        };
+        if args.has_global_scale() || self.ckpt.is_quantized(&spec.module) {
+            return Ok(None);
+        }
+        let name = source_name(self.ckpt, &spec.module);
+        let (codes, zeros) = (Vec::with_capacity(n * k), Vec::new());
+        let mut matrix = QuantizedMatrix { args, n, k, codes, scales: Vec::new(), zeros, global_scale: None };
+        let (mut sums, mut degenerate, mut refused) = (Differences::default(), 0, false);
+        let sha256 = self.ckpt.read_f32_runs(&name, group * (RUN / group).max(1), |w| {
+            let groups = w.len() / group;
+            let rounded = dsq_kernels::quantize::quantize_here(w, groups, group, args);
+            let nothing = QuantizedMatrix::degenerate_groups(w, groups, group, args);
+            let (Ok(part), Ok(nothing), false) = (rounded, nothing, refused) else {
+                refused = true;
+                return;
+            };
+            sums.add_matrix(w, &part);
+            degenerate += nothing.len();
+            matrix.codes.extend_from_slice(&part.codes);
+            matrix.scales.extend_from_slice(&part.scales);
+            matrix.zeros.extend_from_slice(&part.zeros);
+        })?;
+        if refused || matrix.codes.len() != n * k {
+            return Ok(None);
+        }
+        let source = Some(sums.record(sha256, stored_type(self.ckpt, &name)));
+        let (module, shape) = (spec.module.clone(), spec.shape.clone());
+        let tensor = ExportTensor::Linear { module, shape, matrix, activation: None, source, order: None };
+        Ok(Some(Layer { tensor, degenerate }))
     }
 
     /// The weight of the source and what it becomes.

@@ -8,7 +8,7 @@ use super::{CODES, ExportTensor, PROOF_FILE, Proof, SourceRecord, TensorProof, r
 use crate::checkpoint::{hex, hex_sha256};
 use crate::columns::FolderFormat;
 use crate::kv_cache;
-use crate::safetensors::{Pending, check_pending, header, sort};
+use crate::safetensors::{Pending, RUN, check_pending, header, sort};
 use crate::tensor::{conversion_loss, float_bytes};
 use crate::workers::Workers;
 use crate::write::{FolderWriter, PlacedFile};
@@ -104,8 +104,13 @@ pub fn export_stream<'a, E: From<CheckpointError> + Send>(
         let write = |i: usize| -> Result<Written, E> { Ok(session.write(&files, i, &*make(given[i])?)?) };
         let cost = |i: usize| session.outlines[i].working_bytes();
         let written = target.workers.run(given.len(), cost, write)?;
-        files.into_iter().try_for_each(PlacedFile::finish)?;
-        let mut proof = session.prove(&written)?;
+        // The disk takes what is read back meanwhile.
+        let mut proof = std::thread::scope(|scope| -> Result<Proof, CheckpointError> {
+            let synced = scope.spawn(|| files.into_iter().try_for_each(PlacedFile::finish));
+            let proof = session.prove(&written);
+            synced.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            proof
+        })?;
         proof.tensors.extend(dropped.into_iter().map(|(_, proof)| proof));
         proof
     };
@@ -258,8 +263,10 @@ impl Layout {
 struct Written {
     /// SHA-256 of each stored tensor.
     stored: BTreeMap<String, String>,
+    /// What is compared with the bytes that are read back, slot by slot.
+    sums: Vec<Checksum>,
     /// Of a quantized module: [`digest`], and the grid of its inputs.
-    matrix: Option<(String, Option<(QuantArgs, QParams)>)>,
+    matrix: Option<(Checksum, Option<(QuantArgs, QParams)>)>,
     became: &'static str,
     source: Option<SourceRecord>,
     underflow: usize,
@@ -323,7 +330,7 @@ impl<'a> Session<'a> {
             return Err(CheckpointError::usage(out, meant.name(), format!("expected {meant:?}, got {got:?}")));
         }
         let packed = packed_tensors(format, layer, scheme);
-        let mut hashes = BTreeMap::new();
+        let (mut hashes, mut sums) = (BTreeMap::new(), Vec::new());
         for (p, slot) in stored(layer, &packed).into_iter().zip(&self.layout.slots[i]) {
             let bytes = (p.bytes)();
             let part = Part { name: p.name, dtype: p.dtype, shape: p.shape };
@@ -332,8 +339,16 @@ impl<'a> Session<'a> {
                     format!("shape {:?}: expected {} bytes, got {}", part.shape, slot.part.len(), bytes.len());
                 return Err(CheckpointError::usage(out, &part.name, problem));
             }
-            files[slot.file].put(&bytes, slot.at)?;
-            hashes.insert(part.name, hex_sha256(&bytes));
+            let (mut hash, mut sum, mut at) = (Sha256::new(), Checksum::new(), slot.at);
+            // All while it is in the cache.
+            for run in bytes.chunks(RUN) {
+                hash.update(run);
+                sum.add_bytes(run);
+                files[slot.file].put(run, at)?;
+                at += run.len() as u64;
+            }
+            hashes.insert(part.name, hex(hash));
+            sums.push(sum);
         }
         let (became, source, matrix) = match layer {
             ExportTensor::Float { dtype: FloatType::F32, .. } | ExportTensor::Copy { .. } => ("copied", None, None),
@@ -359,7 +374,7 @@ impl<'a> Session<'a> {
             }
             _ => 0,
         };
-        Ok(Written { stored: hashes, matrix, became, source, underflow })
+        Ok(Written { stored: hashes, sums, matrix, became, source, underflow })
     }
 
     /// Re-reads the temporary folder and compares everything with what was to be written.
@@ -378,7 +393,11 @@ impl<'a> Session<'a> {
         if ckpt.names().len() != self.layout.slots.iter().map(Vec::len).sum::<usize>() {
             return self.differs("the list of tensors");
         }
-        let cost = |i: usize| self.outlines[i].working_bytes();
+        // What is no matrix is read run by run.
+        let cost = |i: usize| match &self.outlines[i] {
+            Outline::Linear { .. } => self.outlines[i].working_bytes(),
+            _ => RUN as u64,
+        };
         self.target.workers.run(written.len(), cost, |i| self.prove_tensor(&ckpt, i, &written[i]))?;
         let mut bytes = BTreeMap::new();
         let mut tensors = Vec::new();
@@ -422,9 +441,13 @@ impl<'a> Session<'a> {
     }
 
     fn prove_tensor(&self, ckpt: &Checkpoint, i: usize, w: &Written) -> Result<(), CheckpointError> {
-        for Slot { part, .. } in &self.layout.slots[i] {
-            let (dtype, back) = ckpt.read_stored(&part.name)?;
-            if dtype != part.dtype || w.stored.get(&part.name) != Some(&hex_sha256(&back)) {
+        if w.sums.len() != self.layout.slots[i].len() {
+            return self.differs(&self.outlines[i].name());
+        }
+        for (Slot { part, .. }, meant) in self.layout.slots[i].iter().zip(&w.sums) {
+            let mut back = Checksum::new();
+            let read = ckpt.read_runs(&part.name, RUN, |run| back.add_bytes(run))?;
+            if !read || ckpt.dtype(&part.name) != Some(part.dtype) || back != *meant {
                 return self.differs(&part.name);
             }
         }
@@ -474,21 +497,68 @@ impl<'a> Session<'a> {
     }
 }
 
-/// SHA-256 over everything that a matrix is, scheme and parameters included, and the order of its columns where that is not the
+/// A checksum over everything that a matrix is, scheme and parameters included, and the order of its columns where that is not the
 /// inputs'. The values of its codes follow from these.
-fn digest(m: &QuantizedMatrix, order: Option<&ColumnOrder>) -> String {
-    const RUN: usize = 1 << 16;
-    let mut hash = Sha256::new();
-    hash.update(format!("{:?} {} {} {:?}", m.args, m.n, m.k, m.global_scale.map(f32::to_bits)));
+fn digest(m: &QuantizedMatrix, order: Option<&ColumnOrder>) -> Checksum {
+    let mut sum = Checksum::new();
+    sum.add(format!("{:?} {} {} {:?}", m.args, m.n, m.k, m.global_scale.map(f32::to_bits)).bytes());
     for codes in [&m.codes, &m.zeros] {
-        hash.update((codes.len() as u64).to_le_bytes());
-        codes.chunks(RUN).for_each(|run| hash.update(run.iter().map(|&c| c as u8).collect::<Vec<u8>>()));
+        sum.add_codes(codes);
     }
-    m.scales.chunks(RUN).for_each(|run| hash.update(float_bytes(run, FloatType::F32)));
+    sum.add(m.scales.iter().flat_map(|s| s.to_le_bytes()));
     if let Some(order) = order.filter(|o| !o.is_identity()) {
-        hash.update(order.inputs().iter().flat_map(|i| i.to_le_bytes()).collect::<Vec<u8>>());
+        sum.add(order.inputs().iter().flat_map(|i| i.to_le_bytes()));
     }
-    hex(hash)
+    sum
+}
+
+/// Tells what was read from what was meant, within one run of the program: at the speed of memory, against faults and not
+/// against an adversary (what is stored has a SHA-256). Every step is a bijection of its lane's 64 bits and of the eight bytes that
+/// come in, so that one changed word changes the sum for certain, and others with a probability of 1 - 2^-64.
+#[derive(Debug, PartialEq, Eq)]
+struct Checksum([u64; 4]);
+
+impl Checksum {
+    fn new() -> Self {
+        Self([1, 2, 3, 4])
+    }
+
+    #[inline(always)]
+    fn step(lane: u64, word: u64) -> u64 {
+        // The multiplier of Knuth's MMIX generator; odd, hence invertible.
+        (lane ^ word).wrapping_mul(6_364_136_223_846_793_005).rotate_left(29)
+    }
+
+    /// Codes, and how many they are.
+    fn add_codes(&mut self, codes: &[i8]) {
+        self.add_all(codes, |c| c as u8);
+    }
+
+    /// Bytes, and how many they are.
+    fn add_bytes(&mut self, bytes: &[u8]) {
+        self.add_all(bytes, |b| b);
+    }
+
+    #[inline(always)]
+    fn add_all<T: Copy>(&mut self, values: &[T], byte: impl Fn(T) -> u8) {
+        let (blocks, rest) = values.as_chunks::<32>();
+        let mut lanes = self.0;
+        for block in blocks {
+            for (lane, word) in lanes.iter_mut().zip(block.as_chunks::<8>().0) {
+                *lane = Self::step(*lane, u64::from_le_bytes(word.map(&byte)));
+            }
+        }
+        self.0 = lanes;
+        self.add(rest.iter().map(|&v| byte(v)));
+        self.add((values.len() as u64).to_le_bytes().into_iter());
+    }
+
+    fn add(&mut self, bytes: impl Iterator<Item = u8>) {
+        for (i, b) in bytes.enumerate() {
+            let lane = &mut self.0[i % 4];
+            *lane = Self::step(*lane, u64::from(b));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -547,6 +617,23 @@ mod tests {
             layers.iter().enumerate().map(|(i, l)| session.write(&files, i, l).unwrap()).collect();
         files.into_iter().try_for_each(PlacedFile::finish).unwrap();
         let proven = || session.prove(&written).is_ok();
+        let m = |l: &ExportTensor| match l {
+            ExportTensor::Linear { matrix, .. } => Some(matrix.clone()),
+            _ => None,
+        };
+        let matrix = layers.iter().find_map(m).unwrap();
+        for at in 0..matrix.codes.len() {
+            let mut other = matrix.clone();
+            other.codes[at] ^= 1;
+            assert_ne!(digest(&other, None), digest(&matrix, None), "code {at}");
+        }
+        let [mut fewer, mut scale, mut zero] = [matrix.clone(), matrix.clone(), matrix.clone()];
+        fewer.codes.pop();
+        scale.scales[0] = -scale.scales[0];
+        zero.zeros[1] ^= 1;
+        for other in [fewer, scale, zero] {
+            assert_ne!(digest(&other, None), digest(&matrix, None));
+        }
         assert!(proven());
         let path = session.writer.path().join(WEIGHTS);
         let whole = std::fs::read(&path).unwrap();

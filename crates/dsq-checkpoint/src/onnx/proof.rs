@@ -5,7 +5,7 @@ use super::graph::{Declared, Graph, Make, Unit};
 use super::proto::{DataType, GraphProto, ModelProto, TensorProto};
 use super::source::{Source, float_type};
 use super::weights::axis_holds;
-use crate::checkpoint::hex_sha256;
+use crate::checkpoint::{hex, hex_sha256};
 use crate::export::{Proof, SourceRecord, TensorProof, ratio};
 use crate::json::{open_regular, read_bounded};
 use crate::packed::WEIGHT_PARTS;
@@ -107,7 +107,7 @@ impl Read {
             let mut file = File::open(path).map_err(|e| CheckpointError::io(path, "read", e))?;
             let mut hash = Sha256::new();
             std::io::copy(&mut file, &mut hash).map_err(|e| CheckpointError::io(path, "read", e))?;
-            Ok(hash.finalize().iter().map(|b| format!("{b:02x}")).collect())
+            Ok(hex(hash))
         };
         Ok([of(&self.path)?, self.data.as_ref().map_or(Ok(String::new()), |(path, ..)| of(path))?])
     }

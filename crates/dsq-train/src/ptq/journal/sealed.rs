@@ -4,7 +4,7 @@
 
 use crate::TrainError;
 use crate::run_dir::differences;
-use dsq_checkpoint::{Dtype, NamedTensor, SafetensorsFile, TensorData, write_safetensors};
+use dsq_checkpoint::{Dtype, NamedTensor, SafetensorsFile, TensorData, hex_of, write_safetensors};
 use dsq_quant::FloatType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -131,11 +131,10 @@ impl Sealed {
         let (dtype, bytes) = self.file.read_stored(name)?;
         let (want, got) = (&self.sums[32 * at..32 * at + 32], digest(name, dtype, &info.shape, &bytes));
         if *want != got {
-            let hex = |b: &[u8]| b.iter().map(|b| format!("{b:02x}")).collect::<String>();
             return Err(damaged(
                 self.path(),
                 name,
-                format!("damaged: expected SHA-256 {}, got {}", hex(want), hex(&got)),
+                format!("damaged: expected SHA-256 {}, got {}", hex_of(want), hex_of(&got)),
             ));
         }
         Ok(bytes)

@@ -1,0 +1,89 @@
+//! How evenly an engine's steps take: requests of random lengths come and go at random while a number of sequences generate. Not the
+//! speed of a fixed batch (see `bench.rs`).
+
+use super::{Args, quantile};
+use crate::error::CliError;
+use dsq_runtime::{Engine, EngineSettings, LlamaRuntime, Output, Request, Sampling};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// Share of the steps that warm up: what they take and allocate does not count.
+const WARM_UP: usize = 10;
+
+/// One row for each number of sequences: `steps` steps under random admissions and cancellations, from a fixed seed. The latencies are
+/// those of steps in which `sequences` sequences generate and at most `sequences` tokens of prompts are read beside them.
+pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps: usize) -> Result<Value, CliError> {
+    let prompt = args.prompt_tokens.iter().copied().max().unwrap_or(1);
+    let len = prompt + args.gen_tokens;
+    let pool = args.runtime.new_pool(model, sequences + 1, len)?;
+    let step_tokens = 2 * sequences;
+    let settings = EngineSettings { sequences, step_tokens, share_prefixes: true };
+    let mut engine = Engine::new(model, None, pool, settings)?;
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let vocab = model.config().vocab_size as u32;
+    let (mut all, mut full, mut tokens, mut requests) = (Vec::new(), Vec::new(), 0usize, 0usize);
+    let (mut out, mut ids): (Vec<Output>, Vec<_>) = (Vec::new(), Vec::new());
+    let (mut bytes, mut reallocations) = (0, 0);
+    let warm = steps / WARM_UP;
+    let mut seconds = 0.0;
+    for step in 0..steps + warm {
+        // Somebody waits at all times, and now and then somebody leaves.
+        while engine.waiting() < 2 {
+            let prompt = (0..rng.random_range(1..=prompt)).map(|_| rng.random_range(0..vocab)).collect();
+            let sampling = Sampling { temperature: 0.8, top_k: 40, seed: rng.random(), ..Sampling::default() };
+            let max_tokens = rng.random_range(1..=args.gen_tokens);
+            ids.push(engine.submit(Request { prompt, max_tokens, sampling, ..Request::default() })?);
+            requests += 1;
+        }
+        if rng.random_range(0..200) == 0 {
+            let at = rng.random_range(0..ids.len());
+            engine.cancel(ids.swap_remove(at));
+        }
+        out.clear();
+        let start = Instant::now();
+        engine.step(&mut out);
+        let time = start.elapsed().as_secs_f64();
+        let made = out.iter().filter(|o| o.token.is_some()).count();
+        for o in out.iter().filter(|o| o.finished.is_some()) {
+            ids.retain(|id| *id != o.id);
+        }
+        if step < warm {
+            bytes = engine.pool().bytes();
+            continue;
+        }
+        if engine.pool().bytes() != bytes {
+            bytes = engine.pool().bytes();
+            reallocations += 1;
+        }
+        seconds += time;
+        tokens += made;
+        all.push(time * 1e3);
+        if made == sequences {
+            full.push(time * 1e3);
+        }
+    }
+    let whole = [quantile(&mut all, 0.5), quantile(&mut all, 0.99)];
+    let [p50, p99] = if full.is_empty() { whole } else { [quantile(&mut full, 0.5), quantile(&mut full, 0.99)] };
+    Ok(json!({
+        "name": format!("engine {sequences}"),
+        "batch": sequences,
+        "prompt_tokens": prompt,
+        "gen_tokens": args.gen_tokens,
+        "threads": model.threads(),
+        "activations": args.runtime.activations_name(),
+        "kv_type": engine.pool().format_name(),
+        "steps": steps,
+        "full_steps": full.len(),
+        "requests": requests,
+        "tokens_per_second": tokens as f64 / seconds,
+        "latency_p50_ms": p50,
+        "latency_p99_ms": p99,
+        "latency_p99_over_p50": p99 / p50,
+        "all_steps_p50_ms": whole[0],
+        "all_steps_p99_ms": whole[1],
+        "reallocations": reallocations,
+        "kv_cache_bytes": engine.pool().bytes(),
+    }))
+}
