@@ -104,7 +104,8 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     let reference_runtime = reference.as_ref().map(|r| LlamaRuntime::load(&r.checkpoint, threads)).transpose()?;
     let start = std::time::Instant::now();
-    let measured = evaluate(&documents, context, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
+    let measured =
+        evaluate(&documents, context, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
     let mut report = Report::new("eval")
         .about("model", args.model.display().to_string())
         .about("context", context)

@@ -19,7 +19,7 @@ use dsq_runtime::{Activations, KvPool, KvType, LlamaRuntime, RuntimeError, Sight
 /// How a language model runs: options of every command that runs one.
 #[derive(clap::Args, Debug, Clone)]
 pub struct RuntimeArgs {
-    /// What linear layers multiply with: `float` (W4A16), or `int8`, which rounds their inputs to eight bits, each run of at most 64
+    /// What linear layers multiply with: `float` (W4A16), or `int8`, which rounds their inputs to eight bits, each run of at most 16
     /// with a scale of its own (W4A8). Inputs that the checkpoint stores a grid for are on that grid either way.
     #[arg(long, value_enum, default_value_t = ActivationsArg::Float, value_name = "MODE")]
     activations: ActivationsArg,

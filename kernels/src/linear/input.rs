@@ -16,7 +16,7 @@
 //! that shares it NaN, and with it every output of the token.
 
 use super::int::IntPath;
-use super::layout::{OCTET, Panels, SEGMENT};
+use super::layout::{INT_SEGMENT, OCTET, Panels};
 use crate::fake_quant;
 use crate::parallel::{OutPtr, split};
 use dsq_quant::InputGrid;
@@ -86,13 +86,13 @@ impl Rounded {
     }
 
     fn round(&mut self, path: IntPath, grid: Option<&InputGrid>, p: &Panels, x: &[f32], m: usize) {
-        let octets = p.segments.last().map_or(0, |s| s.octet + s.len.div_ceil(OCTET));
-        (self.m, self.widest, self.octets, self.segments) = (m, path.widest(), octets, p.segments.len());
+        let octets = p.int_segments.last().map_or(0, |s| s.octet + s.len.div_ceil(OCTET));
+        (self.m, self.widest, self.octets, self.segments) = (m, path.widest(), octets, p.int_segments.len());
         // Every place that is read is written below, so what an earlier call left is not cleared.
         grow(&mut self.codes, m * octets);
-        grow(&mut self.scales, m * p.segments.len());
-        grow(&mut self.sums, m * p.segments.len());
-        grow(&mut self.starts, m * p.segments.len());
+        grow(&mut self.scales, m * p.int_segments.len());
+        grow(&mut self.sums, m * p.int_segments.len());
+        grow(&mut self.starts, m * p.int_segments.len());
         let places = Places {
             codes: OutPtr(self.codes.as_mut_ptr().cast()),
             scales: OutPtr(self.scales.as_mut_ptr()),
@@ -107,7 +107,7 @@ impl Rounded {
                 for t in 0..tokens {
                     let row = &x[(first + t) * p.k..][..p.k];
                     let fixed = grid.map(|g| runs(g, row, &mut scales)).map(|run| Runs { scales: &scales, run });
-                    let (codes, cells) = (first * octets, first * p.segments.len());
+                    let (codes, cells) = (first * octets, first * p.int_segments.len());
                     let to = Token { p, row, fixed, places, codes, cells, tokens, t };
                     // SAFETY: this part's tile lies within the buffers, which were grown for `m` tokens; tiles are disjoint.
                     if unsafe { to.round(path) } {
@@ -219,7 +219,7 @@ impl Token<'_> {
     #[inline(always)]
     unsafe fn each(&self, segment: impl Fn(&[f32], Option<f32>, *mut u8, usize) -> (f32, i32)) -> bool {
         let mut wide = false;
-        for (i, s) in self.p.segments.iter().enumerate() {
+        for (i, s) in self.p.int_segments.iter().enumerate() {
             let fixed = self.fixed.map(|f| f.scales[s.at / f.run]);
             let cell = self.cells + i * self.tokens + self.t;
             // SAFETY: a tile holds the octets, scales and sums of all segments for each of its tokens.
@@ -262,11 +262,11 @@ fn packed_sums(low: i32, high: i32) -> i32 {
 /// Safety: as [`Token::each`].
 #[inline(always)]
 unsafe fn plain_segment(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usize) -> (f32, i32) {
-    let mut values = [0.0f32; SEGMENT];
+    let mut values = [0.0f32; INT_SEGMENT];
     values[..x.len()].copy_from_slice(x);
     let absmax = values.iter().fold(0u32, |m, v| m.max(v.to_bits() & 0x7fff_ffff));
     let (by, scale) = scales_of(absmax, fixed);
-    let mut codes = [0i32; SEGMENT];
+    let mut codes = [0i32; INT_SEGMENT];
     if !scale.is_nan() {
         // 1.5 * 2^23: a sum with it has the integer nearest to the other term, ties to even, in its low bits.
         const MAGIC: f32 = 12_582_912.0;
@@ -294,7 +294,7 @@ unsafe fn plain_segment(x: &[f32], fixed: Option<f32>, to: *mut u8, stride: usiz
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{SEGMENT, Token, packed_sums, plain_segment, scales_of};
+    use super::{INT_SEGMENT, Token, packed_sums, plain_segment, scales_of};
     use std::arch::x86_64::*;
 
     /// Safety: as [`Token::round`], with AVX2.
@@ -310,7 +310,7 @@ mod x86 {
         // SAFETY: forwarded.
         unsafe {
             token.each(|x, fixed, to, stride| match x.len() {
-                SEGMENT => segment_avx512::<true>(x, fixed, to, stride),
+                INT_SEGMENT => segment_avx512::<true>(x, fixed, to, stride),
                 _ => segment_avx512::<false>(x, fixed, to, stride),
             })
         }
@@ -325,7 +325,7 @@ mod x86 {
         to: *mut u8,
         stride: usize,
     ) -> (f32, i32) {
-        let len = if FULL { SEGMENT } else { x.len() };
+        let len = if FULL { INT_SEGMENT } else { x.len() };
         // SAFETY: masked loads read values of `x` alone; octets are written as far as `x` goes.
         unsafe {
             let load = |i: usize| {

@@ -227,7 +227,7 @@ unsafe fn scalar_tile(p: &Panels, block: usize, tile: Tile, out: *mut f32) {
         for lane in 0..rows {
             let row = block * BLOCK + lane;
             let mut total = 0.0f32;
-            for (i, s) in p.segments.iter().enumerate() {
+            for (i, s) in p.int_segments.iter().enumerate() {
                 let (scale, zero) = p.scale_and_zero(row, s.group);
                 // SAFETY: the tile has a scale and sums for each segment, and `octets(s)` octets of codes.
                 let (input_scale, sums) = unsafe {

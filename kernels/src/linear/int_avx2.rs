@@ -51,7 +51,7 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
         let mut w = p.weights.as_ptr().add(block * p.block_bytes);
         let (mut x, mut scales, mut sums) = (tile.codes, tile.scales, tile.sums);
         let mut totals = [[_mm256_setzero_ps(); 2]; T];
-        for s in &p.segments {
+        for s in &p.int_segments {
             // What is taken back after the sum: the zero points, and of INT8 the offset.
             let minus: Option<[__m256i; 2]> = match zeros {
                 None if INT8 => Some([_mm256_set1_epi16(offset(p) as i16); 2]),

@@ -42,7 +42,7 @@ unsafe fn tokens<const T: usize, const INT8: bool>(p: &Panels, block: usize, til
         let mut w = p.weights.as_ptr().add(block * p.block_bytes);
         let (mut x, mut scales, mut sums, mut starts) = (tile.codes, tile.scales, tile.sums, tile.starts);
         let mut totals = [_mm512_setzero_ps(); T];
-        for s in &p.segments {
+        for s in &p.int_segments {
             let minus = match zeros {
                 None => _mm512_setzero_si512(),
                 Some(z) => {

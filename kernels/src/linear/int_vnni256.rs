@@ -49,7 +49,7 @@ macro_rules! kernel {
                 let mut w = p.weights.as_ptr().add(block * p.block_bytes);
                 let (mut x, mut at) = (tile.codes, 0);
                 let mut totals = [[_mm256_setzero_ps(); 2]; T];
-                for s in &p.segments {
+                for s in &p.int_segments {
                     let mut acc = [[_mm256_setzero_si256(); 2]; T];
                     match zeros {
                         None => {

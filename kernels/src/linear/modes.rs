@@ -13,7 +13,7 @@ pub enum Activations {
     /// As f32 (W4A16 and its kin).
     #[default]
     Float,
-    /// Rounded to INT8, symmetric, one scale for each token and at most 64 values of a weight group, found when the model runs
+    /// Rounded to INT8, symmetric, one scale for each token and at most 16 values of a weight group, found when the model runs
     /// (W4A8, W8A8). Layers whose weights are not INT codes stay with f32: [`Linear::describe_in`] says which.
     Int8,
 }
@@ -33,7 +33,7 @@ impl Linear {
     pub fn describe_in(&self, mode: Activations) -> String {
         match mode {
             Activations::Float => self.describe(),
-            Activations::Int8 if self.takes_int8() => self.describe_int8("for each token and 64 inputs"),
+            Activations::Int8 if self.takes_int8() => self.describe_int8("for each token and 16 inputs"),
             Activations::Int8 => format!("{}; no int8 activations: the weights are no int codes", self.describe()),
         }
     }
@@ -71,8 +71,8 @@ impl Linear {
         if run < p.k && self.order().is_some() {
             return Some("runs of the grid are inputs, and the columns have another order");
         }
-        let crosses = p.segments.iter().any(|s| s.at / run != (s.at + s.len - 1) / run);
-        crosses.then_some("a run of the grid ends within 64 inputs of a weight group")
+        let crosses = p.int_segments.iter().any(|s| s.at / run != (s.at + s.len - 1) / run);
+        crosses.then_some("a run of the grid ends within 16 inputs of a weight group")
     }
 }
 

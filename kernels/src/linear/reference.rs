@@ -1,6 +1,6 @@
 //! The scalar references of a quantized linear layer: plain loops over the codes, no layout, no threads. Slow.
 
-use super::layout::SEGMENT;
+use super::layout::{INT_SEGMENT, SEGMENT};
 use dsq_quant::{InputGrid, QuantizedMatrix};
 
 /// `out [m, n] = x [m, k] * dequantize(W)^T` in the order of the header of [`crate::linear`]: the fast paths are
@@ -52,8 +52,8 @@ pub fn matmul_int8_reference(w: &QuantizedMatrix, grid: Option<&InputGrid>, x: &
 fn for_segments(w: &QuantizedMatrix, mut body: impl FnMut(usize, usize, usize)) {
     for (group, start) in (0..w.k).step_by(w.group_len().max(1)).enumerate() {
         let end = (start + w.group_len()).min(w.k);
-        for at in (start..end).step_by(SEGMENT) {
-            body(group, at, SEGMENT.min(end - at));
+        for at in (start..end).step_by(INT_SEGMENT) {
+            body(group, at, INT_SEGMENT.min(end - at));
         }
     }
 }
