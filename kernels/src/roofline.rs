@@ -44,7 +44,7 @@ pub fn measure_rates(threads: usize) -> Rates {
     let regions = 1000;
     let pass = |_: usize| {
         let start = Instant::now();
-        team.enter(|| (0..regions).for_each(|_| split(threads, 1, &|r| drop(black_box(r)))));
+        team.enter(|| (0..regions).for_each(|_| split(threads, 1, &|r| _ = black_box(r))));
         start.elapsed().as_secs_f64() / f64::from(regions)
     };
     Rates { float, int8, region: (0..5).map(pass).fold(f64::INFINITY, f64::min) }
