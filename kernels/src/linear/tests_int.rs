@@ -299,13 +299,13 @@ fn grids_that_do_not_reach_the_integer_kernel_say_why_and_run_in_f32() {
     let symmetric = grid(Granularity::PerChannel, FloatType::F32, None);
     let asymmetric =
         InputGrid { args: args(8, Granularity::PerChannel, Mapping::Asymmetric, FloatType::F32), params: None };
-    let short = grid(Granularity::PerGroup(32), FloatType::F32, None);
+    let short = grid(Granularity::PerGroup(8), FloatType::F32, None);
     let int4_grid =
         InputGrid { args: args(4, Granularity::PerChannel, Mapping::Symmetric, FloatType::F32), params: None };
     let x = numbers(m * k, 4);
     for (layer, g, why) in [
         (&int4, &asymmetric, "the grid is asymmetric"),
-        (&int4, &short, "ends within 64 inputs"),
+        (&int4, &short, "ends within 16 inputs"),
         (&int4, &int4_grid, "the grid is not int8"),
         (&fp8, &symmetric, "the weights are no int codes"),
     ] {
@@ -345,7 +345,7 @@ fn modes_are_named_and_layers_without_integers_stay_in_f32() {
     assert!(layers.iter().all(|l| l.describe_in(Activations::Float) == l.describe()));
     let said: Vec<String> = layers.iter().map(|l| l.describe_in(Activations::Int8)).collect();
     assert!(
-        said[0].starts_with("int4 weights, int8 activations with a scale for each token and 64 inputs: "),
+        said[0].starts_with("int4 weights, int8 activations with a scale for each token and 16 inputs: "),
         "{}",
         said[0]
     );
