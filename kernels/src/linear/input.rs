@@ -2,7 +2,7 @@
 //! the rounding of weights.
 //!
 //! - Shapes: `x [m, k]`; one scale for each token and segment of the reduction.
-//! - Layout: tiles of tokens ([`tiles`]), one after another. Codes of a tile: `[octet][token][8]`, the eight values of an octet as two
+//! - Layout: tiles of tokens ([`tile`]), one after another. Codes of a tile: `[octet][token][8]`, the eight values of an octet as two
 //!   quads, columns 0, 2, 4, 6 and 1, 3, 5, 7 (what a shift and a mask make of a word of INT4 weights). Scales and sums of a tile:
 //!   `[segment][token]`. A sum is two i16, minus the codes of columns 0 to 3 and minus those of columns 4 to 7 of all octets.
 //! - Requires: nothing; AVX-512BW and AVX2 are found at run time.
@@ -207,6 +207,8 @@ impl Token<'_> {
                 IntPath::Avx2 | IntPath::Vnni256 => x86::token_avx2(self),
                 #[cfg(all(test, target_arch = "x86_64"))]
                 IntPath::Vnni256Vl => x86::token_avx2(self),
+                #[cfg(target_arch = "aarch64")]
+                IntPath::Neon => self.each(|x, fixed, to, stride| plain_segment(x, fixed, to, stride)),
                 IntPath::Scalar => self.each(|x, fixed, to, stride| plain_segment(x, fixed, to, stride)),
             }
         }

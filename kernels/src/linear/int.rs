@@ -4,7 +4,7 @@
 //! - Shapes: `x [m, k]` rounded, `out [m, n]`; any m, n, k, any grouping, symmetric or asymmetric.
 //! - Layout: weights as they are for f32 activations, one copy for both modes. A word of INT4 holds eight values of a row: `w & 0x0f0f0f0f`
 //!   are columns 0, 2, 4, 6 and `w >> 4 & 0x0f0f0f0f` columns 1, 3, 5, 7, each code plus 8. INT8 has those quads in two lines, plus 128.
-//! - Requires: nothing; AVX-512 VNNI, AVX-VNNI and AVX2 are found at run time. AVX-512 without VNNI takes the AVX2 form.
+//! - Requires: nothing; AVX-512 VNNI, AVX-VNNI, AVX2 and NEON dot products are found at run time. AVX-512 without VNNI takes the AVX2 form.
 //! - Order: per output and segment the exact integer `dot = sum (code - zero) * input code`, then
 //!   `total = fma(weight_scale, input_scale * dot, total)` from 0 in f32, segments in increasing k. On a grid with one scale for a token
 //!   that scale is the input scale of each of its segments. All paths give the same bits, for any m and any number of threads.
@@ -28,6 +28,9 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IntPath {
     Scalar,
+    /// NEON with dot products.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// AVX2 and AVX-VNNI.
@@ -45,6 +48,8 @@ impl IntPath {
     /// The best of this CPU on a path of the f32 kernels.
     pub(crate) fn of(isa: Isa) -> Self {
         match isa {
+            #[cfg(target_arch = "aarch64")]
+            _ if std::arch::is_aarch64_feature_detected!("dotprod") => IntPath::Neon,
             Isa::Scalar => IntPath::Scalar,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 if is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512bw") => {
@@ -74,6 +79,8 @@ impl IntPath {
     pub(crate) fn widest(self) -> usize {
         match self {
             IntPath::Scalar => 4,
+            #[cfg(target_arch = "aarch64")]
+            IntPath::Neon => 4,
             #[cfg(target_arch = "x86_64")]
             IntPath::Avx2 | IntPath::Vnni256 => 4,
             #[cfg(all(test, target_arch = "x86_64"))]
@@ -84,9 +91,12 @@ impl IntPath {
     }
 
     /// The name, and why this path was chosen.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub(crate) fn describe(self, isa: Isa) -> &'static str {
         match self {
-            IntPath::Scalar => "scalar (this CPU has no AVX2)",
+            IntPath::Scalar => "scalar (this CPU has no AVX2 and no NEON dot products)",
+            #[cfg(target_arch = "aarch64")]
+            IntPath::Neon => "neon dot products",
             #[cfg(target_arch = "x86_64")]
             IntPath::Avx2 if isa == Isa::Avx512 => "avx2 (this CPU has no AVX-512 VNNI)",
             #[cfg(target_arch = "x86_64")]
@@ -176,6 +186,8 @@ unsafe fn tile(path: IntPath, p: &Panels, blocks: Range<usize>, t: Tile, out: *m
     unsafe {
         match path {
             IntPath::Scalar => blocks.for_each(|block| scalar_tile(p, block, t, out)),
+            #[cfg(target_arch = "aarch64")]
+            IntPath::Neon => super::int_neon::tile(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]
             IntPath::Avx2 => super::int_avx2::tile(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]

@@ -23,6 +23,8 @@ mod input;
 mod int;
 #[cfg(target_arch = "x86_64")]
 mod int_avx2;
+#[cfg(target_arch = "aarch64")]
+mod int_neon;
 #[cfg(target_arch = "x86_64")]
 mod int_vnni;
 #[cfg(target_arch = "x86_64")]

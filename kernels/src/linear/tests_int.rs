@@ -7,7 +7,8 @@ use dsq_quant::{FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs};
 use proptest::prelude::*;
 
 fn paths() -> Vec<IntPath> {
-    let mut all: Vec<IntPath> = Isa::supported().into_iter().map(IntPath::of).collect();
+    let mut all = vec![IntPath::Scalar];
+    all.extend(Isa::supported().into_iter().map(IntPath::of));
     all.dedup();
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
