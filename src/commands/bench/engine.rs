@@ -12,8 +12,8 @@ use std::time::Instant;
 /// Share of the steps that warm up: what they take and allocate does not count.
 const WARM_UP: usize = 10;
 
-/// One row for each number of sequences: `steps` steps under random admissions and cancellations, from a fixed seed. The latencies are
-/// those of steps in which `sequences` sequences generate and at most `sequences` tokens of prompts are read beside them.
+/// One row for each number of sequences: `steps` steps under random admissions and cancellations, from a fixed seed. Somebody always waits,
+/// so that a step has `2 * sequences` tokens: one of each sequence that generates, the rest of prompts.
 pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps: usize) -> Result<Value, CliError> {
     let prompt = args.prompt_tokens.iter().copied().max().unwrap_or(1);
     let len = prompt + args.gen_tokens;
@@ -23,7 +23,7 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
     let mut engine = Engine::new(model, None, pool, settings)?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let vocab = model.config().vocab_size as u32;
-    let (mut all, mut full, mut tokens, mut requests) = (Vec::new(), Vec::new(), 0usize, 0usize);
+    let (mut latencies, mut tokens, mut requests) = (Vec::new(), 0usize, 0usize);
     let (mut out, mut ids): (Vec<Output>, Vec<_>) = (Vec::new(), Vec::new());
     let (mut bytes, mut reallocations) = (0, 0);
     let warm = steps / WARM_UP;
@@ -59,13 +59,9 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
         }
         seconds += time;
         tokens += made;
-        all.push(time * 1e3);
-        if made == sequences {
-            full.push(time * 1e3);
-        }
+        latencies.push(time * 1e3);
     }
-    let whole = [quantile(&mut all, 0.5), quantile(&mut all, 0.99)];
-    let [p50, p99] = if full.is_empty() { whole } else { [quantile(&mut full, 0.5), quantile(&mut full, 0.99)] };
+    let [p50, p99] = [0.5, 0.99].map(|q| quantile(&mut latencies, q));
     Ok(json!({
         "name": format!("engine {sequences}"),
         "batch": sequences,
@@ -75,14 +71,11 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
         "activations": args.runtime.activations_name(),
         "kv_type": engine.pool().format_name(),
         "steps": steps,
-        "full_steps": full.len(),
         "requests": requests,
         "tokens_per_second": tokens as f64 / seconds,
         "latency_p50_ms": p50,
         "latency_p99_ms": p99,
         "latency_p99_over_p50": p99 / p50,
-        "all_steps_p50_ms": whole[0],
-        "all_steps_p99_ms": whole[1],
         "reallocations": reallocations,
         "kv_cache_bytes": engine.pool().bytes(),
     }))
