@@ -759,3 +759,35 @@ fn a_recipe_has_the_usual_grid_of_its_scheme_and_no_key_is_ignored() {
         assert!(words.iter().all(|w| err.contains(w)), "{set:?}: {err}");
     }
 }
+
+#[test]
+fn bench_and_profile_measure_batches_engines_and_operations() {
+    let m = Models::new();
+    let dir = m.path();
+    let args =
+        ["--repeat", "1", "--gen-tokens", "3", "--prompt-tokens", "5,9", "--batch", "1,3", "--activations", "int8"];
+    let seen = object(dir, &[&["bench", "packed"], &args[..], &["--csv", "b.csv", "--plot", "b.svg"]].concat());
+    let names: Vec<&str> = seen["rows"].as_array().unwrap().iter().filter_map(|r| r["name"].as_str()).collect();
+    assert_eq!(names, ["batch 1, prompt 5", "batch 3, prompt 5", "batch 1, prompt 9", "batch 3, prompt 9"]);
+    assert!(seen["rows"][0]["kernels"].to_string().contains("int8 activations"), "{seen}");
+    let csv = std::fs::read_to_string(dir.join("b.csv")).unwrap();
+    assert!(csv.lines().count() == 5 && csv.starts_with("batch,prompt_tokens,"), "{csv}");
+    assert!(std::fs::read_to_string(dir.join("b.svg")).unwrap().starts_with("<svg"));
+
+    let engine = ["--prompt-tokens", "8", "--gen-tokens", "4", "--batch", "2", "--engine-steps", "40"];
+    let seen = object(dir, &[&["bench", "packed"], &engine[..]].concat());
+    let row = &seen["rows"][0];
+    assert!(row["name"] == "engine 2" && row["steps"] == 40 && row["requests"].as_u64() > Some(2), "{seen}");
+
+    let seen = object(dir, &["profile", "packed", "--prompt-tokens", "8", "--gen-tokens", "4", "--out", "p.json"]);
+    assert_eq!(seen["command"], "profile");
+    let of = |name: &str| seen["rows"].as_array().unwrap().iter().find(|r| r["name"] == name).cloned();
+    for name in ["prompt qkv", "prompt attend", "decode gate_up", "decode head"] {
+        let row = of(name).unwrap_or_else(|| panic!("{name}: {seen}"));
+        assert!(row["measured_ms"].as_f64() > Some(0.0) && row["predicted_ms"].as_f64() > Some(0.0), "{row}");
+    }
+    let file: Value = serde_json::from_slice(&std::fs::read(dir.join("p.json")).unwrap()).unwrap();
+    assert!(file["format"] == 1 && file["operations"].as_array().unwrap().iter().any(|o| o["layer"] == 1), "{file}");
+    let (_, error) = expect(dir, &["profile", "packed", "--gen-tokens", "0"], 2);
+    assert!(error.contains("--gen-tokens: expected at least 1, got 0"), "{error}");
+}
