@@ -44,7 +44,7 @@ pub(crate) struct Rounded {
     scales: Vec<f32>,
     sums: Vec<i32>,
     starts: Vec<i32>,
-    /// Half of a segment of 64 is -128 throughout: sixteen bits do not hold its product with the smallest weights.
+    /// A lane of 16 bits would overflow. It cannot in segments of 16 (8 products of at most 8 * 128); it could in segments of 64.
     wide: bool,
 }
 

@@ -3,7 +3,7 @@
 //! INT4: products of pairs in 16 bits (`vpmaddubsw`: at most 15 * 128 * 2, no saturation), added in 16 bits that wrap over the whole
 //! segment. A lane holds half of a row's columns, at most 32, and starts at 8 times minus the sum of their inputs, so what it
 //! ends with is `sum (u - 8) x`, at most 32 * 8 * 127 = 32,512: exact, though sums on the way may wrap. Inputs of -128 alone would give
-//! 32,768 (`Rounded::wide`). Then one `vpmaddwd` joins the two lanes of a row in 32 bits.
+//! 32,768 (`Rounded::wide`), in segments of 64; in those of 16 none overflows. Then one `vpmaddwd` joins the two lanes of a row in 32 bits.
 //!
 //! INT8: pairs of products do not fit 16 bits, so codes and inputs are widened and multiplied by `vpmaddwd`.
 
