@@ -135,6 +135,7 @@ def main():
     put("config", "resnet", json.dumps({"model_type": "resnet", "architectures": ["ResNet"], "channels": [8, 16], "blocks_per_stage": 1, "num_classes": 10}))
     put("chat_template", "chatml", "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     put("chat_template", "checks", "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}{% endif %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{{ eos_token }}{% endfor %}")
+    put("chat_template", "namespace", "{% set ns = namespace(n=0) %}{% set ns.n = [ns] %}{{ ns.n }}")
     put("chat_template", "macro", "{% macro f(x) %}{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}{{ x | tojson }}{% endmacro %}{{ f(messages) }}{{ strftime_now('%Y') if strftime_now is defined else 'no' }}")
 
 

@@ -5,7 +5,7 @@
 use crate::json::{Json, Style};
 use crate::strftime::strftime_now;
 use crate::tokenizer::TokenizerConfig;
-use crate::{RuntimeError, Specials, TextTokenizer};
+use crate::{RuntimeError, Specials, TextTokenizer, template_guard};
 use dsq_checkpoint::Checkpoint;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
@@ -131,7 +131,6 @@ impl ChatTemplate {
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |text: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, text))
         });
@@ -147,11 +146,7 @@ impl ChatTemplate {
             }
             out.write_str(&text).map_err(Error::from)
         });
-        environment.add_template_owned("chat", source).map_err(|e| RuntimeError::Tokenizer {
-            file: file.into(),
-            part: format!("chat template, line {}", e.line().unwrap_or(0)),
-            problem: e.to_string(),
-        })?;
+        template_guard::add(&mut environment, source, file)?;
         Ok(Self { environment, bos, eos, file: file.into() })
     }
 
@@ -180,9 +175,8 @@ impl ChatTemplate {
         ];
         let extra = chat.variables.iter().map(|(name, json)| (name.as_str(), value(json)));
         let values = Value::from_iter(extra.chain(own));
-        let template = self.environment.get_template("chat").map_err(|e| fail(e.to_string()))?;
-        let text =
-            template.render(values).map_err(|e| fail(format!("{}: line {}: {e}", self.file, e.line().unwrap_or(0))))?;
+        let text = template_guard::render(&self.environment, values)
+            .map_err(|e| fail(format!("{}: line {}: {e}", self.file, e.line().unwrap_or(0))))?;
         if text.len() > LONGEST {
             return Err(fail(format!("expected at most {LONGEST} bytes, got {}", text.len())));
         }

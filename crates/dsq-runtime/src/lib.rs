@@ -20,6 +20,7 @@ mod sampler;
 mod stop;
 mod streamed;
 mod strftime;
+mod template_guard;
 mod tokenizer;
 
 pub use cache::{KvCache, KvPool, KvType, Sequence, Sight};
