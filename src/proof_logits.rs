@@ -1,13 +1,15 @@
 //! What an export says to a fixed set of prompts or pictures, beside what its source says: the part of a proof that needs a model to
 //! run. Not an evaluation: the questions are few (see `dsq eval`).
 
-use crate::plan::available_memory;
+use crate::plan::{BASE_MEMORY, Plan, available_memory, duration};
 use crate::{error::CliError, output};
 use dsq_checkpoint::{
     Checkpoint, CheckpointError, Fault, LlamaConfig, ModelConfig, PROOF_FILE, Proof, Severity, SourceRecord, printable,
 };
 use dsq_eval::TextEval;
-use dsq_runtime::{CnnRuntime, ImageRuntime, RuntimeError, Specials, TextTokenizer, streamed_bytes, streamed_logits};
+use dsq_runtime::{
+    CnnRuntime, ImageRuntime, RuntimeError, Specials, TextTokenizer, streamed_bytes, streamed_logits, streamed_seconds,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -62,9 +64,22 @@ impl LogitsArgs {
         }
     }
 
-    /// Memory that [`LogitsArgs::compare`] takes, of a language model (an image model is small).
-    pub fn bytes(self, source: &Checkpoint, threads: usize) -> u64 {
-        if self.no_logits { 0 } else { bytes(source, threads) }
+    /// Adds what [`LogitsArgs::compare`] takes of a language model (an image model is small) to a plan: its memory comes after
+    /// everything else, its time on top.
+    pub fn plan(self, plan: &mut Plan, source: &Checkpoint, threads: usize) {
+        let Questions::Prompts(prompts) = (match self.no_logits {
+            true => return,
+            false => Questions::of(source),
+        }) else {
+            return;
+        };
+        plan.memory = plan.memory.max(BASE_MEMORY + bytes(source, threads));
+        // What cannot be run is not measured, and the proof says why.
+        if let Ok(once) = streamed_seconds(source, prompts.iter().map(Vec::len).sum(), threads) {
+            // Source and output.
+            plan.seconds += 2.0 * once;
+            plan.measured += &format!("; the prompts of the proof take {} of it", duration(2.0 * once));
+        }
     }
 }
 

@@ -155,7 +155,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         let disk = folder_bytes(&target, &outlines)? + aux.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
         let sample = || layers.make(linears / 2, &survey, args.dtype.unwrap_or_default());
         let mut plan = folder_plan(&args, &outlines, workers, disk, (linears > 0).then_some(sample))?;
-        plan.memory = plan.memory.max(plan::BASE_MEMORY + args.logits.bytes(&ckpt, global.threads()));
+        args.logits.plan(&mut plan, &ckpt, global.threads());
         return plan.tell(global, &args.out);
     }
     let bar = output::progress(outlines.len() as u64, "write {bar:30} {pos}/{len} tensors {eta}");

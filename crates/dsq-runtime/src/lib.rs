@@ -38,5 +38,5 @@ pub use llama::{Entry, LlamaRuntime, Logits};
 pub use profile::{Cost, Op};
 pub use sampler::{Sampler, Sampling};
 pub use stop::{StopStrings, TextStream};
-pub use streamed::{streamed_bytes, streamed_logits};
+pub use streamed::{streamed_bytes, streamed_logits, streamed_seconds};
 pub use tokenizer::{Specials, StreamDecoder, TextTokenizer};

@@ -8,8 +8,9 @@ use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config, widths};
 use crate::rope::RopeTable;
 use dsq_checkpoint::{Checkpoint, Dtype, LlamaConfig};
 use dsq_kernels::attention::{BLOCK, Queries};
-use dsq_kernels::{Activations, KeepMemory, Team};
+use dsq_kernels::{Activations, KeepMemory, Team, matmul_many_in};
 use rayon::prelude::*;
+use std::time::Instant;
 
 /// The tensor of the rows that tokens become.
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -118,6 +119,25 @@ pub fn streamed_bytes(model: &Checkpoint, threads: usize) -> u64 {
     let ends = info("model.embed_tokens.weight").max(info("lm_head.weight"));
     // What is read, its values, and what kernels want.
     (together * (layer + 12 * largest)).max(3 * ends) + ends
+}
+
+/// Seconds that [`streamed_logits`] takes for `tokens` tokens in all, about: a matrix of the usual size is read, packed and multiplied,
+/// and stands for every weight (also those of experts that few tokens choose). Attention is not counted.
+///
+/// # Errors
+/// As [`crate::LlamaRuntime::load`].
+pub fn streamed_seconds(model: &Checkpoint, tokens: usize, threads: usize) -> Result<f64, RuntimeError> {
+    llama_config(model)?;
+    let mut linears = model.config().linears();
+    linears.sort_by_key(|l| l.n() * l.k());
+    let Some(sample) = linears.get(linears.len() / 2) else { return Ok(0.0) };
+    let start = Instant::now();
+    let matrix = linear(model, &sample.module)?;
+    let (x, mut out) = (vec![0.5; tokens * sample.k()], vec![0.0; tokens * sample.n()]);
+    matmul_many_in(Activations::Float, &[&matrix], &x, tokens, &mut [&mut out]);
+    let seconds = start.elapsed().as_secs_f64();
+    let all: f64 = linears.iter().map(|l| (l.n() * l.k()) as f64).sum();
+    Ok(seconds * all / (sample.n() * sample.k()) as f64 / threads.max(1) as f64)
 }
 
 /// The layer of a tensor, by its name.

@@ -26,7 +26,7 @@ pub(super) fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     let export = GgufExport::new(&ckpt, &args.out, options)?;
     if args.plan {
         let mut plan = plan_of(args, &export)?;
-        plan.memory = plan.memory.max(plan::BASE_MEMORY + args.logits.bytes(&ckpt, global.threads()));
+        args.logits.plan(&mut plan, &ckpt, global.threads());
         return plan.tell(global, &args.out);
     }
     check_room(&args.out, export.bytes())?;

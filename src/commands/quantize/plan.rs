@@ -132,9 +132,9 @@ impl Run<'_> {
             time += self.work(&s) / flops;
             measured += &format!(", products are computed at {:.1} GFLOP/s", flops / 1e9);
         }
-        // The prompts of the proof, one after the other for source and output, after everything else.
-        memory = memory.max(BASE_MEMORY + self.args.logits.bytes(self.ckpt, self.global.threads()));
-        Ok(Plan { memory, disk, seconds: time, measured, journal: self.journal()? })
+        let mut plan = Plan { memory, disk, seconds: time, measured, journal: self.journal()? };
+        self.args.logits.plan(&mut plan, self.ckpt, self.global.threads());
+        Ok(plan)
     }
 
     fn sizes(&self, outlines: &[Outline]) -> Sizes {
