@@ -25,5 +25,5 @@ pub use report::{REPORT_FORMAT, Report, Row, table};
 pub use run::{Identity, Job, Outcome, run_suite};
 pub use samples::Samples;
 pub use suite::{Fixed, Suite, SuiteRecipe, Tolerance, Tolerances};
-pub use text::{TextEval, TextMetrics, evaluate_text, windows};
+pub use text::{Divergence, TextEval, TextMetrics, Window, evaluate_text, strided, windows};
 pub use verdict::{Check, Direction, Verdict, compare, direction};

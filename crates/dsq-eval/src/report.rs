@@ -80,6 +80,21 @@ impl Row {
             .number("tokens", m.tokens as f64)
     }
 
+    /// Adds what else `dsq eval` tells of a text (`bits_per_byte`, `word_perplexity`, `kl_median`, `kl_p90`, `kl_p99`, `kl_p99_9`,
+    /// `kl_max`, `rms_delta_p`), as far as it was measured.
+    #[must_use]
+    pub fn text_details(self, m: &crate::TextMetrics) -> Self {
+        let row =
+            self.maybe("bits_per_byte", m.bits_per_byte.as_ref()).maybe("word_perplexity", m.word_perplexity.as_ref());
+        let Some(d) = &m.divergence else { return row };
+        row.estimate("kl_median", &d.kl_median)
+            .estimate("kl_p90", &d.kl_p90)
+            .estimate("kl_p99", &d.kl_p99)
+            .estimate("kl_p99_9", &d.kl_p99_9)
+            .number("kl_max", d.kl_max)
+            .estimate("rms_delta_p", &d.rms_delta_p)
+    }
+
     /// Adds the metrics of an image evaluation (`top1`, `top1_agreement`, `images`) and its samples.
     #[must_use]
     pub fn image_metrics(mut self, m: &crate::ImageMetrics) -> Self {
