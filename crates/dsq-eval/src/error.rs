@@ -57,6 +57,14 @@ pub enum EvalError {
         /// What is wrong; expected and got.
         problem: String,
     },
+    /// A file of a reference's logits is of something else or damaged (exit 3).
+    #[error("logits of the reference: expected {expected}, got {got}")]
+    Logits {
+        /// What they should be of.
+        expected: String,
+        /// What they are of.
+        got: String,
+    },
     /// A suite file is wrong (exit 2).
     #[error("{}: {problem}", .path.display())]
     Suite {
@@ -82,7 +90,10 @@ impl EvalError {
     pub fn exit_code(&self) -> u8 {
         match self {
             EvalError::NonFinite { .. } => 6,
-            EvalError::Shape { .. } | EvalError::TooFew { .. } | EvalError::Baseline { .. } => 3,
+            EvalError::Shape { .. }
+            | EvalError::TooFew { .. }
+            | EvalError::Baseline { .. }
+            | EvalError::Logits { .. } => 3,
             EvalError::Setting { .. } | EvalError::Suite { .. } => 2,
             EvalError::Io { .. } => 4,
         }
