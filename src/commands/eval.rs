@@ -6,7 +6,7 @@ use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
-use dsq_runtime::{KvType, LlamaRuntime, Logits, Sight, Specials, TextTokenizer};
+use dsq_runtime::{KvPolicy, KvType, LlamaRuntime, Logits, Specials, TextTokenizer};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -219,7 +219,7 @@ fn evaluate(
 
 /// Logits `[len, vocab]` of a sequence from an empty cache.
 fn forward((runtime, kv): (&LlamaRuntime, KvType), tokens: &[u32]) -> Result<Vec<f32>, CliError> {
-    let mut cache = runtime.new_cache_of(tokens.len(), kv, Sight::default())?;
+    let mut cache = runtime.new_cache_of(tokens.len(), kv, KvPolicy::Full)?;
     Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
 }
 

@@ -2,10 +2,12 @@
 //! blocks by number and may share full ones. Not the kernels that read them (see `dsq_kernels::attention`), not which sequence
 //! gets blocks when (see `engine.rs`).
 
+use crate::llama::PREFILL;
 use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
-use crate::{LlamaRuntime, RuntimeError};
+use crate::{KvPolicy, LlamaRuntime, RuntimeError};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
+use std::ops::Range;
 use std::time::Duration;
 
 /// How a model's keys and values are held where its checkpoint says nothing (a checkpoint's own grids always hold).
@@ -27,14 +29,8 @@ impl KvType {
     }
 }
 
-/// Which positions a token sees, beyond the model's own windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Sight {
-    /// The first positions, which stay visible (attention sinks, arXiv:2309.17453). Without a window all are.
-    pub sinks: usize,
-    /// The last positions, its own among them; `None`: all.
-    pub window: Option<usize>,
-}
+/// In a table, the place of a block that was given back.
+pub(crate) const LOST: u32 = u32::MAX;
 
 /// Keys and values of all sequences of a model, allocated once by [`LlamaRuntime::new_pool`].
 #[derive(Debug)]
@@ -43,6 +39,7 @@ pub struct KvPool {
     pub(crate) rope: RopeTable,
     /// Positions of the longest sequence.
     pub(crate) longest: usize,
+    policy: KvPolicy,
     pub(crate) scratch: Scratch,
     /// Blocks that nobody has; the next one is the last.
     free: Vec<u32>,
@@ -69,16 +66,22 @@ impl Sequence {
         self.len == 0
     }
 
-    /// Its blocks, in the order of the positions.
+    /// Its blocks, in the order of the positions; `u32::MAX` for one that was given back.
     pub fn blocks(&self) -> &[u32] {
         &self.table
     }
 }
 
 impl KvPool {
-    pub(crate) fn new(layers: Vec<PagedLayer>, rope: RopeTable, longest: usize, blocks: usize) -> Self {
+    pub(crate) fn new(
+        layers: Vec<PagedLayer>,
+        rope: RopeTable,
+        longest: usize,
+        blocks: usize,
+        policy: KvPolicy,
+    ) -> Self {
         let free = (0..blocks as u32).rev().collect();
-        Self { layers, rope, longest, scratch: Scratch::default(), free, users: vec![0; blocks] }
+        Self { layers, rope, longest, policy, scratch: Scratch::default(), free, users: vec![0; blocks] }
     }
 
     /// Positions of a block.
@@ -99,6 +102,11 @@ impl KvPool {
     /// Positions of the longest sequence.
     pub fn longest(&self) -> usize {
         self.longest
+    }
+
+    /// What sequences keep.
+    pub fn policy(&self) -> KvPolicy {
+        self.policy
     }
 
     /// Bytes held in memory.
@@ -161,9 +169,13 @@ impl KvPool {
     }
 
     /// A sequence with the first `len` positions of another: its full blocks are shared, the rest of a block is copied. What both
-    /// then append is their own. `None` where a block for the copy is lacking.
+    /// then append is their own. `None` where a block for the copy is lacking, and where the other has given back what a token
+    /// behind those positions sees.
     pub fn fork(&mut self, of: &Sequence, len: usize) -> Option<Sequence> {
         let len = len.min(of.len);
+        if !self.holds(of, len) {
+            return None;
+        }
         let full = len / BLOCK;
         let mut sequence = self.share(&of.table[..full]);
         if !len.is_multiple_of(BLOCK) {
@@ -179,15 +191,54 @@ impl KvPool {
         Some(sequence)
     }
 
-    /// A sequence that begins with full blocks of others.
+    /// A sequence that begins with full blocks of others. It keeps those of them that the policy keeps.
     pub fn share(&mut self, blocks: &[u32]) -> Sequence {
         let mut sequence = self.new_sequence();
         for &block in blocks {
-            self.retain(block);
+            if block != LOST {
+                self.retain(block);
+            }
             sequence.table.push(block);
         }
         sequence.len = blocks.len() * BLOCK;
+        self.settle(&mut sequence);
         sequence
+    }
+
+    /// Gives back the blocks of which no later token of the sequence sees a position.
+    pub(crate) fn settle(&mut self, sequence: &mut Sequence) {
+        for at in self.hidden(sequence.len).rev() {
+            let block = std::mem::replace(&mut sequence.table[at], LOST);
+            if block == LOST {
+                // All before it are lost, too.
+                break;
+            }
+            self.drop_block(block);
+        }
+    }
+
+    /// The blocks of which no token from position `len` on sees a position, in any layer.
+    fn hidden(&self, len: usize) -> Range<usize> {
+        if self.policy == KvPolicy::Full {
+            return 0..0;
+        }
+        let window = self.layers.iter().map(|l| l.window().unwrap_or(usize::MAX)).max().unwrap_or(usize::MAX);
+        let sinks = self.layers.iter().map(PagedLayer::sinks).max().unwrap_or(0);
+        let end = (len + 1).saturating_sub(window) / BLOCK;
+        sinks.div_ceil(BLOCK).min(end)..end
+    }
+
+    /// Whether the first `len` positions of a sequence are there, as far as a token behind them sees them.
+    fn holds(&self, sequence: &Sequence, len: usize) -> bool {
+        let hidden = self.hidden(len);
+        let mut blocks = sequence.table[..len.div_ceil(BLOCK)].iter().enumerate();
+        blocks.all(|(at, &block)| block != LOST || hidden.contains(&at))
+    }
+
+    fn give_back(&mut self, block: u32) {
+        if block != LOST {
+            self.drop_block(block);
+        }
     }
 
     /// Keeps a block that a sequence has, beyond the sequence; to be undone by [`KvPool::drop_block`].
@@ -211,12 +262,35 @@ impl KvPool {
 
     /// Forgets all positions of a sequence from `len` on and gives back the blocks that it then does not need. A block that it
     /// shares with others and would write into is copied first; where there is none for the copy, `len` becomes the start of the
-    /// block, whose positions have to be computed again.
-    pub fn truncate(&mut self, sequence: &mut Sequence, len: usize) {
+    /// block, whose positions have to be computed again, or 0 where what they see was given back.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Input`] where what a token behind the shorter sequence sees was given back; the sequence stays as it was. To
+    /// length 0 all can be cut.
+    pub fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), RuntimeError> {
+        let (len, got) = (len.min(sequence.len), sequence.len);
+        if !self.holds(sequence, len) {
+            let name = self.policy.name();
+            return Err(RuntimeError::Input {
+                what: "KV cache",
+                problem: format!(
+                    "cut from {got} to {len} positions: expected what the next token sees, which the policy {name} has given back"
+                ),
+            });
+        }
+        self.cut(sequence, len);
+        if !self.holds(sequence, sequence.len) {
+            self.cut(sequence, 0);
+        }
+        Ok(())
+    }
+
+    /// As [`KvPool::truncate`] of a sequence that holds what is needed.
+    pub(crate) fn cut(&mut self, sequence: &mut Sequence, len: usize) {
         sequence.len = sequence.len.min(len);
         while sequence.table.len() > sequence.len.div_ceil(BLOCK) {
             if let Some(block) = sequence.table.pop() {
-                self.drop_block(block);
+                self.give_back(block);
             }
         }
         let Some(&last) = sequence.table.last() else { return };
@@ -239,7 +313,7 @@ impl KvPool {
     /// Takes the blocks of a sequence back.
     pub fn release(&mut self, mut sequence: Sequence) {
         for block in sequence.table.drain(..) {
-            self.drop_block(block);
+            self.give_back(block);
         }
     }
 }
@@ -253,8 +327,9 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, sight: Sight) -> Result<Self, RuntimeError> {
-        let pool = model.new_pool(tokens.next_multiple_of(BLOCK), tokens, kv, sight)?;
+    pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, policy: KvPolicy) -> Result<Self, RuntimeError> {
+        policy.check()?;
+        let pool = model.new_pool(policy.blocks(tokens, PREFILL) * BLOCK, tokens, kv, policy)?;
         let sequence = pool.new_sequence();
         Ok(Self { pool, sequence, capacity: tokens })
     }
@@ -274,9 +349,17 @@ impl KvCache {
         self.capacity
     }
 
+    /// What it keeps.
+    pub fn policy(&self) -> KvPolicy {
+        self.pool.policy
+    }
+
     /// Forgets all positions from `len` on; 0 starts a new sequence. What remains gives the same bits as a fresh run.
-    pub fn truncate(&mut self, len: usize) {
-        self.pool.truncate(&mut self.sequence, len);
+    ///
+    /// # Errors
+    /// As [`KvPool::truncate`]; none for 0.
+    pub fn truncate(&mut self, len: usize) -> Result<(), RuntimeError> {
+        self.pool.truncate(&mut self.sequence, len)
     }
 
     /// Bytes held in memory.

@@ -196,7 +196,8 @@ impl<'m> Engine<'m> {
         pool: KvPool,
         settings: EngineSettings,
     ) -> Result<Self, RuntimeError> {
-        let capacity = pool.longest().min(pool.blocks() * KvPool::block_len());
+        let fits = pool.policy().blocks(pool.longest(), settings.step_tokens) <= pool.blocks();
+        let capacity = if fits { pool.longest() } else { pool.longest().min(pool.blocks() * KvPool::block_len()) };
         for (what, value) in [
             ("sequences", settings.sequences),
             ("tokens of a step", settings.step_tokens),
@@ -412,7 +413,8 @@ impl<'m> Engine<'m> {
             job.sequence = self.pool.new_sequence();
         }
         let len = (job.tokens.len() + 1).min(self.capacity);
-        if self.pool.lacking(&job.sequence, len) > self.pool.free_blocks() + self.prefixes.idle(&self.pool) {
+        let bound = self.pool.policy().blocks(len, self.settings.step_tokens);
+        if self.pool.lacking(&job.sequence, len).min(bound) > self.pool.free_blocks() + self.prefixes.idle(&self.pool) {
             self.free(&mut job);
             return Err(Box::new(job));
         }

@@ -13,6 +13,7 @@ mod generate;
 mod image;
 mod json;
 mod llama;
+mod policy;
 mod prefix;
 mod profile;
 mod rope;
@@ -22,7 +23,7 @@ mod streamed;
 mod strftime;
 mod tokenizer;
 
-pub use cache::{KvCache, KvPool, KvType, Sequence, Sight};
+pub use cache::{KvCache, KvPool, KvType, Sequence};
 pub use chat::{Chat, ChatTemplate, Message};
 pub use cnn::CnnRuntime;
 #[doc(no_inline)]
@@ -34,6 +35,7 @@ pub use generate::{FinishReason, Generated, generate};
 pub use image::ImageRuntime;
 pub use json::Json;
 pub use llama::{Entry, LlamaRuntime, Logits};
+pub use policy::KvPolicy;
 pub use profile::{Cost, Op};
 pub use sampler::{Sampler, Sampling};
 pub use stop::{StopStrings, TextStream};

@@ -4,12 +4,12 @@
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
 //! sequence was cut into calls, nor on the sequences beside it (see the orders in `dsq-kernels`).
 
-use crate::RuntimeError;
 use crate::attention::{self, Attention};
-use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
+use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence};
 use crate::feed_forward::{FeedForward, Room};
 use crate::profile::Op;
 use crate::rope::RopeTable;
+use crate::{KvPolicy, RuntimeError};
 use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
 use dsq_kernels::elementwise::{add, add_rms_norm, rms_norm};
@@ -149,22 +149,29 @@ impl LlamaRuntime {
     /// # Errors
     /// [`RuntimeError::TooLong`] beyond `max_position_embeddings`.
     pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
-        self.new_cache_of(tokens, KvType::F32, Sight::default())
+        self.new_cache_of(tokens, KvType::F32, KvPolicy::Full)
     }
 
-    /// [`LlamaRuntime::new_cache`] with another form and another sight.
+    /// [`LlamaRuntime::new_cache`] with another form and another policy.
     ///
     /// # Errors
-    /// As there.
-    pub fn new_cache_of(&self, tokens: usize, kv: KvType, sight: Sight) -> Result<KvCache, RuntimeError> {
-        KvCache::new(self, tokens, kv, sight)
+    /// As [`LlamaRuntime::new_pool`].
+    pub fn new_cache_of(&self, tokens: usize, kv: KvType, policy: KvPolicy) -> Result<KvCache, RuntimeError> {
+        KvCache::new(self, tokens, kv, policy)
     }
 
     /// Memory for `positions` of all sequences together (rounded down to blocks), each of at most `longest`, allocated now.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`.
-    pub fn new_pool(&self, positions: usize, longest: usize, kv: KvType, sight: Sight) -> Result<KvPool, RuntimeError> {
+    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`; as [`KvPolicy::check`].
+    pub fn new_pool(
+        &self,
+        positions: usize,
+        longest: usize,
+        kv: KvType,
+        policy: KvPolicy,
+    ) -> Result<KvPool, RuntimeError> {
+        policy.check()?;
         let c = &self.config;
         if longest > c.max_position_embeddings {
             let of = match c.rope_scaling {
@@ -176,14 +183,15 @@ impl LlamaRuntime {
             return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: longest });
         }
         let blocks = positions / BLOCK;
-        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, blocks, kv, sight)).collect();
-        Ok(KvPool::new(layers, RopeTable::new(longest, &c.rotary()), longest, blocks))
+        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, blocks, kv, policy)).collect();
+        Ok(KvPool::new(layers, RopeTable::new(longest, &c.rotary()), longest, blocks, policy))
     }
 
-    /// Appends `tokens` to the sequence in `cache` and returns logits.
+    /// Appends `tokens` to the sequence in `cache` and returns logits. Under a policy they go through in pieces, between which what is not
+    /// kept is given back.
     ///
     /// # Errors
-    /// As [`LlamaRuntime::step`]. The cache then stays as it was.
+    /// As [`LlamaRuntime::step`]. The cache then stays as it was, or is empty if one of several pieces was done.
     pub fn forward(&self, tokens: &[u32], cache: &mut KvCache, logits: Logits) -> Result<Vec<f32>, RuntimeError> {
         let (limit, got) = (cache.capacity(), cache.len() + tokens.len());
         if got > limit {
@@ -191,7 +199,22 @@ impl LlamaRuntime {
         }
         let KvCache { pool, sequence, .. } = cache;
         let mut out = Vec::new();
-        self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut out)?;
+        if pool.policy() == KvPolicy::Full {
+            self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut out)?;
+            return Ok(out);
+        }
+        self.check(pool, &[Entry { sequence, tokens, logits }])?;
+        let (mut made, pieces) = (Vec::new(), tokens.len().div_ceil(PREFILL));
+        for (i, tokens) in tokens.chunks(PREFILL).enumerate() {
+            let logits = if logits == Logits::Last && i + 1 < pieces { Logits::None } else { logits };
+            if let Err(e) = self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut made) {
+                if i > 0 {
+                    pool.cut(sequence, 0);
+                }
+                return Err(e);
+            }
+            out.append(&mut made);
+        }
         Ok(out)
     }
 
@@ -217,8 +240,10 @@ impl LlamaRuntime {
         let done = self.team.enter(|| self.run_chunks(pool, batch, logits));
         if done.is_err() {
             for (e, len) in batch.iter_mut().zip(before) {
-                pool.truncate(e.sequence, len);
+                pool.cut(e.sequence, len);
             }
+        } else {
+            batch.iter_mut().for_each(|e| pool.settle(e.sequence));
         }
         done
     }

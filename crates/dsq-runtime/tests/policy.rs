@@ -1,0 +1,242 @@
+//! KV policies: what stays, what is given back, and that a policy's tokens depend on the text alone: not on pieces, batch mates,
+//! threads or memory. Not the masses of attention (see `dsq-kernels`).
+
+use dsq_checkpoint::Checkpoint;
+use dsq_runtime::{
+    Engine, EngineSettings, Entry, FinishReason, KvPolicy, KvPool, KvType, LlamaRuntime, Logits, Output, Request,
+    RequestId, Sampler, Sampling, generate,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+const FULL: KvPolicy = KvPolicy::Full;
+const BLOCK: usize = KvPool::block_len();
+
+fn load(name: &str, threads: usize) -> LlamaRuntime {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
+    LlamaRuntime::load(&Checkpoint::open(&path).unwrap(), threads).unwrap()
+}
+
+fn window(sinks: usize, window: usize) -> KvPolicy {
+    KvPolicy::Window { sinks, window }
+}
+
+/// A text without a period.
+fn text(len: usize, vocab: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * i * 31 + i * 7 + 3) % vocab) as u32).collect()
+}
+
+/// Logits of every token in one step, in a pool that has room for all of them.
+fn at_once(model: &LlamaRuntime, tokens: &[u32], policy: KvPolicy) -> Vec<f32> {
+    let mut pool = model.new_pool(tokens.len() + BLOCK, tokens.len(), KvType::F32, policy).unwrap();
+    let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
+    model.step(&mut pool, &mut [Entry { sequence: &mut sequence, tokens, logits: Logits::All }], &mut out).unwrap();
+    out
+}
+
+/// Logits of every token in pieces of these lengths, again and again, in exactly the memory that the policy says it needs.
+fn in_pieces(model: &LlamaRuntime, tokens: &[u32], policy: KvPolicy, kv: KvType, pieces: &[usize]) -> Vec<f32> {
+    let blocks = policy.blocks(tokens.len(), *pieces.iter().max().unwrap());
+    let mut pool = model.new_pool(blocks * BLOCK, tokens.len(), kv, policy).unwrap();
+    let (mut sequence, mut out, mut made) = (pool.new_sequence(), Vec::new(), Vec::new());
+    let mut left = tokens;
+    for piece in pieces.iter().cycle() {
+        let (tokens, rest) = left.split_at((*piece).min(left.len()));
+        let mut batch = [Entry { sequence: &mut sequence, tokens, logits: Logits::All }];
+        model.step(&mut pool, &mut batch, &mut made).unwrap();
+        out.extend_from_slice(&made);
+        left = rest;
+        if left.is_empty() {
+            break;
+        }
+    }
+    pool.release(sequence);
+    assert_eq!(pool.free_blocks(), blocks);
+    out
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn a_window_that_holds_everything_gives_the_bits_of_full() {
+    for name in ["llama_tiny", "qwen3_tiny", "mistral_tiny", "mixtral_tiny", "deepseek_v3_tiny"] {
+        let model = load(name, 2);
+        let tokens = text(200, model.config().vocab_size);
+        let full = bits(&at_once(&model, &tokens, FULL));
+        assert_eq!(bits(&at_once(&model, &tokens, window(0, 200))), full, "{name}");
+        assert_eq!(bits(&at_once(&model, &tokens, window(4, 196))), full, "{name}: sinks and window meet");
+        assert_ne!(bits(&at_once(&model, &tokens, window(4, 5))), full, "{name}");
+        assert_eq!(bits(&in_pieces(&model, &tokens, window(190, 10), KvType::F32, &[64, 1])), full, "{name}");
+    }
+}
+
+/// Given back or only hidden: the same bits, in the memory of the bound, for every cut and format.
+#[test]
+fn a_window_gives_the_bits_of_its_mask() {
+    for name in ["llama_tiny", "mistral_tiny", "deepseek_v3_tiny"] {
+        let model = load(name, 2);
+        let tokens = text(200, model.config().vocab_size);
+        for policy in [window(0, 1), window(4, 30), window(17, 16), window(32, 5), window(100, 40)] {
+            let masked = bits(&at_once(&model, &tokens, policy));
+            for pieces in [&[1][..], &[16], &[7, 30, 1]] {
+                let got = in_pieces(&model, &tokens, policy, KvType::F32, pieces);
+                assert_eq!(bits(&got), masked, "{name} {policy:?} {pieces:?}");
+            }
+            let mut cache = model.new_cache_of(200, KvType::F16, policy).unwrap();
+            let whole = model.forward(&tokens, &mut cache, Logits::All).unwrap();
+            assert_eq!(bits(&in_pieces(&model, &tokens, policy, KvType::F16, &[1])), bits(&whole));
+            cache.truncate(0).unwrap();
+            let last = model.forward(&tokens, &mut cache, Logits::Last).unwrap();
+            assert_eq!(bits(&last), bits(&whole[199 * model.config().vocab_size..]));
+        }
+    }
+}
+
+#[test]
+fn blocks_out_of_sight_return_to_the_pool() {
+    // Window 8 of mistral's own: no sinks, and the shorter one holds.
+    for (name, sinks, seen) in [("llama_tiny", 20, 40), ("mistral_tiny", 0, 8)] {
+        let model = load(name, 1);
+        let policy = window(20, 40);
+        let mut pool = model.new_pool(20 * BLOCK, 256, KvType::F32, policy).unwrap();
+        let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
+        for len in 1..=250usize {
+            let mut batch = [Entry { sequence: &mut sequence, tokens: &[3], logits: Logits::None }];
+            model.step(&mut pool, &mut batch, &mut out).unwrap();
+            // Blocks of which the token at `len` sees a position.
+            let sees = |p: usize| p < len && (p < sinks || p + seen > len);
+            let there: Vec<bool> = (0..len.div_ceil(BLOCK)).map(|b| (b * BLOCK..(b + 1) * BLOCK).any(sees)).collect();
+            let last = there.len() - 1;
+            for (b, (&block, &there)) in sequence.blocks().iter().zip(&there).enumerate() {
+                // The block that is being filled stays.
+                assert_eq!(block != u32::MAX, there || (b == last && len % BLOCK != 0), "{name}: block {b} at {len}");
+            }
+            let held = sequence.blocks().iter().filter(|b| **b != u32::MAX).count();
+            assert_eq!(pool.free_blocks(), 20 - held);
+            assert!(held <= policy.blocks(len, 1));
+        }
+        pool.release(sequence);
+        assert_eq!(pool.free_blocks(), 20);
+    }
+}
+
+#[test]
+fn what_a_window_gave_back_is_neither_cut_to_nor_shared() {
+    let model = load("llama_tiny", 1);
+    let tokens = text(200, 128);
+    let policy = window(4, 40);
+    let mut pool = model.new_pool(300, 200, KvType::F32, policy).unwrap();
+    let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
+    let run = |pool: &mut KvPool, sequence: &mut dsq_runtime::Sequence, tokens: &[u32], out: &mut Vec<f32>| {
+        model.step(pool, &mut [Entry { sequence, tokens, logits: Logits::All }], out).unwrap();
+    };
+    run(&mut pool, &mut sequence, &tokens, &mut out);
+    let all = out.clone();
+    // The token at 190 sees from 151 on, which is in block 9; lost are blocks 1 to 9 (positions 16 to 159 at length 200).
+    let e = pool.truncate(&mut sequence, 190).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("from 200 to 190") && e.to_string().contains("window"), "{e}");
+    assert_eq!(sequence.len(), 200);
+    assert!(pool.fork(&sequence, 190).is_none());
+    // The token at 199 sees from 160 on, which is there.
+    let mut other = pool.fork(&sequence, 199).unwrap();
+    run(&mut pool, &mut other, &tokens[199..], &mut out);
+    assert_eq!(bits(&out), bits(&all[199 * 128..]));
+    pool.release(other);
+    pool.truncate(&mut sequence, 199).unwrap();
+    run(&mut pool, &mut sequence, &tokens[199..], &mut out);
+    assert_eq!(bits(&out), bits(&all[199 * 128..]));
+    // What is left of the sinks alone is all there is.
+    pool.truncate(&mut sequence, 10).unwrap();
+    run(&mut pool, &mut sequence, &tokens[10..], &mut out);
+    assert_eq!(bits(&out), bits(&all[10 * 128..]));
+    pool.truncate(&mut sequence, 0).unwrap();
+    assert_eq!(pool.free_blocks(), pool.blocks());
+    let e = model.new_pool(300, 200, KvType::F32, window(4, 0)).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("got 0"), "{e}");
+}
+
+fn alone(model: &LlamaRuntime, r: &Request, longest: usize, policy: KvPolicy) -> (Vec<u32>, FinishReason) {
+    let mut cache = model.new_cache_of(longest, KvType::F32, policy).unwrap();
+    let mut sampler = Sampler::new(r.sampling).unwrap();
+    let vocab = model.config().vocab_size;
+    let made = generate(model, &mut cache, &r.prompt, r.max_tokens, vocab, &mut sampler, &mut |id| {
+        if r.ends.contains(&id) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let mut made = made.unwrap();
+    if made.finish == FinishReason::Cancelled {
+        made.tokens.pop();
+        made.finish = FinishReason::Stop;
+    }
+    (made.tokens, made.finish)
+}
+
+/// Requests come and go in too little memory: each gets the tokens that it gets alone under the same policy.
+#[test]
+fn an_engine_under_a_policy_changes_no_token() {
+    let policies = [window(4, 24), window(0, 3), window(33, 64)];
+    let (mut preemptions, mut shared, mut cancelled) = (0, 0, 0);
+    for round in 0..18usize {
+        let policy = policies[round % policies.len()];
+        let mut rng = ChaCha8Rng::seed_from_u64(round as u64);
+        let model = load(["llama_tiny", "mixtral_tiny", "qwen3_tiny"][round / 3 % 3], 1 + round % 2);
+        let vocab = model.config().vocab_size as u32;
+        let longest = 220;
+        let step_tokens = rng.random_range(1..80);
+        let blocks = policy.blocks(longest, step_tokens) + rng.random_range(0..6);
+        let share_prefixes = round % 2 == 0;
+        let settings = EngineSettings { sequences: 4, step_tokens, share_prefixes };
+        let pool = model.new_pool(blocks * BLOCK, longest, KvType::F32, policy).unwrap();
+        let mut e = Engine::new(&model, None, pool, settings).unwrap();
+        let mut asked: Vec<(RequestId, Request)> = Vec::new();
+        let (mut tokens, mut ends, mut gone) = (HashMap::<RequestId, Vec<u32>>::new(), HashMap::new(), Vec::new());
+        let mut out: Vec<Output> = Vec::new();
+        while asked.len() < 9 || !e.is_idle() {
+            if asked.len() < 9 && rng.random_bool(0.3) {
+                let mut prompt: Vec<u32> = match asked.last() {
+                    Some((_, r)) if rng.random_bool(0.6) => r.prompt[..rng.random_range(1..=r.prompt.len())].to_vec(),
+                    _ => Vec::new(),
+                };
+                let more = rng.random_range(1..100);
+                prompt.extend((0..more).map(|_| rng.random_range(0..vocab)));
+                prompt.truncate(longest);
+                let sampling = Sampling { temperature: 1.0, seed: rng.random(), ..Default::default() };
+                let ends = model.config().eos_token_ids.clone();
+                let r = Request { prompt, max_tokens: rng.random_range(1..90), sampling, ends, ..Default::default() };
+                asked.push((e.submit(r.clone()).unwrap(), r));
+            }
+            if rng.random_bool(0.02) && !asked.is_empty() {
+                let id = asked[rng.random_range(0..asked.len())].0;
+                gone.extend(e.cancel(id).map(|_| id));
+            }
+            e.step(&mut out);
+            for o in out.drain(..) {
+                tokens.entry(o.id).or_default().extend(o.token);
+                if let Some(end) = o.finished {
+                    preemptions += end.stats.preemptions;
+                    shared += end.stats.shared_tokens;
+                    ends.insert(o.id, end.reason.unwrap());
+                }
+            }
+        }
+        assert_eq!(e.blocks_in_use(), 0);
+        if !share_prefixes {
+            assert_eq!(e.pool().free_blocks(), blocks);
+        }
+        for (id, r) in &asked {
+            let (want, reason) = alone(&model, r, longest, policy);
+            let got = tokens.remove(id).unwrap_or_default();
+            if gone.contains(id) {
+                assert!(want.starts_with(&got), "{round} {policy:?}");
+            } else {
+                assert_eq!((got, ends[id]), (want, reason), "{round} {policy:?}");
+            }
+        }
+        cancelled += gone.len();
+    }
+    assert!(preemptions > 5 && shared > 100 && cancelled > 5, "{preemptions} {shared} {cancelled}");
+}
