@@ -66,7 +66,7 @@ impl From<KvArg> for KvType {
 impl RuntimeArgs {
     /// Loads the model in the mode that was asked for, after a check of the policy.
     pub fn load(&self, checkpoint: &Checkpoint, threads: usize) -> Result<LlamaRuntime, CliError> {
-        self.policy()?;
+        LlamaRuntime::check_policy(checkpoint, self.policy()?)?;
         Ok(LlamaRuntime::load(checkpoint, threads)?.with_activations(self.activations.into()))
     }
 

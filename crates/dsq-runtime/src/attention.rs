@@ -84,7 +84,7 @@ pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, blocks: usize, kv: K
     match (policy, layer.window) {
         (KvPolicy::Window { sinks, window }, None) => cache.windowed(Some(window)).with_sinks(sinks),
         (KvPolicy::Window { window, .. }, Some(own)) => cache.windowed(Some(window.min(own))),
-        (KvPolicy::Full, own) => cache.windowed(own),
+        (KvPolicy::Full | KvPolicy::Entropy { .. }, own) => cache.windowed(own),
     }
 }
 

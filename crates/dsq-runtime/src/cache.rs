@@ -4,6 +4,7 @@
 
 use crate::llama::PREFILL;
 use crate::profile::{Clock, Op};
+use crate::prune::{PERIOD, Slots};
 use crate::rope::RopeTable;
 use crate::{KvPolicy, LlamaRuntime, RuntimeError};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
@@ -53,6 +54,8 @@ pub struct KvPool {
 pub struct Sequence {
     pub(crate) table: Vec<u32>,
     pub(crate) len: usize,
+    /// Under a policy that prunes: what lies where. Else the place of a position is the position.
+    pub(crate) slots: Option<Box<Slots>>,
 }
 
 impl Sequence {
@@ -64,6 +67,11 @@ impl Sequence {
     /// Whether no position is filled.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Places in its blocks that are filled.
+    fn filled(&self) -> usize {
+        self.slots.as_ref().map_or(self.len, |s| s.most())
     }
 
     /// Its blocks, in the order of the positions; `u32::MAX` for one that was given back.
@@ -134,11 +142,12 @@ impl KvPool {
         }
     }
 
-    /// Bytes that a decoded token reads of a sequence of which `positions` are filled: keys and values of all layers, as far as it
-    /// sees.
+    /// Bytes that a decoded token reads of a sequence of `positions`: keys and values of all layers, as far as it sees; under a policy
+    /// that prunes on average between two prunings.
     pub fn bytes_read(&self, positions: f64) -> f64 {
         let of = |l: &PagedLayer| {
-            let seen = l.window().map_or(positions, |w| positions.min((w + l.sinks()) as f64));
+            let kept = self.policy.budget().map(|b| b.budget + PERIOD / 2);
+            let seen = l.window().map(|w| w + l.sinks()).or(kept).map_or(positions, |w| positions.min(w as f64));
             l.block_bytes() as f64 / BLOCK as f64 * seen
         };
         self.layers.iter().map(of).sum()
@@ -146,12 +155,13 @@ impl KvPool {
 
     /// An empty sequence.
     pub fn new_sequence(&self) -> Sequence {
-        Sequence { table: Vec::with_capacity(self.longest.div_ceil(BLOCK)), len: 0 }
+        Sequence { table: Vec::with_capacity(self.longest.div_ceil(BLOCK)), len: 0, slots: None }
     }
 
     /// Blocks that `sequence` lacks for `len` positions.
     pub fn lacking(&self, sequence: &Sequence, len: usize) -> usize {
-        len.div_ceil(BLOCK).saturating_sub(sequence.table.len())
+        let places = self.policy.peak(sequence.filled(), sequence.len, len);
+        places.div_ceil(BLOCK).saturating_sub(sequence.table.len())
     }
 
     /// Gives `sequence` the blocks of `len` positions, or changes nothing and says false.
@@ -170,10 +180,10 @@ impl KvPool {
 
     /// A sequence with the first `len` positions of another: its full blocks are shared, the rest of a block is copied. What both
     /// then append is their own. `None` where a block for the copy is lacking, and where the other has given back what a token
-    /// behind those positions sees.
+    /// behind those positions sees, and of some positions under a policy that prunes.
     pub fn fork(&mut self, of: &Sequence, len: usize) -> Option<Sequence> {
         let len = len.min(of.len);
-        if !self.holds(of, len) {
+        if !self.holds(of, len) || (len > 0 && !self.policy.shares()) {
             return None;
         }
         let full = len / BLOCK;
@@ -191,9 +201,10 @@ impl KvPool {
         Some(sequence)
     }
 
-    /// A sequence that begins with full blocks of others. It keeps those of them that the policy keeps.
+    /// A sequence that begins with full blocks of others. It keeps those of them that the policy keeps; under one that prunes it is empty.
     pub fn share(&mut self, blocks: &[u32]) -> Sequence {
         let mut sequence = self.new_sequence();
+        let blocks = if self.policy.shares() { blocks } else { &[] };
         for &block in blocks {
             if block != LOST {
                 self.retain(block);
@@ -205,8 +216,11 @@ impl KvPool {
         sequence
     }
 
-    /// Gives back the blocks of which no later token of the sequence sees a position.
+    /// Gives back the blocks of which no later token of the sequence sees a position, and those behind what is held.
     pub(crate) fn settle(&mut self, sequence: &mut Sequence) {
+        if sequence.slots.is_some() {
+            self.trim(sequence);
+        }
         for at in self.hidden(sequence.len).rev() {
             let block = std::mem::replace(&mut sequence.table[at], LOST);
             if block == LOST {
@@ -219,7 +233,7 @@ impl KvPool {
 
     /// The blocks of which no token from position `len` on sees a position, in any layer.
     fn hidden(&self, len: usize) -> Range<usize> {
-        if self.policy == KvPolicy::Full {
+        if !matches!(self.policy, KvPolicy::Window { .. }) {
             return 0..0;
         }
         let window = self.layers.iter().map(|l| l.window().unwrap_or(usize::MAX)).max().unwrap_or(usize::MAX);
@@ -230,6 +244,9 @@ impl KvPool {
 
     /// Whether the first `len` positions of a sequence are there, as far as a token behind them sees them.
     fn holds(&self, sequence: &Sequence, len: usize) -> bool {
+        if sequence.slots.is_some() {
+            return len == 0 || len == sequence.len;
+        }
         let hidden = self.hidden(len);
         let mut blocks = sequence.table[..len.div_ceil(BLOCK)].iter().enumerate();
         blocks.all(|(at, &block)| block != LOST || hidden.contains(&at))
@@ -285,14 +302,21 @@ impl KvPool {
         Ok(())
     }
 
-    /// As [`KvPool::truncate`] of a sequence that holds what is needed.
-    pub(crate) fn cut(&mut self, sequence: &mut Sequence, len: usize) {
-        sequence.len = sequence.len.min(len);
-        while sequence.table.len() > sequence.len.div_ceil(BLOCK) {
+    fn trim(&mut self, sequence: &mut Sequence) {
+        while sequence.table.len() > sequence.filled().div_ceil(BLOCK) {
             if let Some(block) = sequence.table.pop() {
                 self.give_back(block);
             }
         }
+    }
+
+    /// As [`KvPool::truncate`] of a sequence that holds what is needed; of one that is pruned, also to a length from which on nothing was observed.
+    pub(crate) fn cut(&mut self, sequence: &mut Sequence, len: usize) {
+        sequence.len = sequence.len.min(len);
+        if let Some(slots) = &mut sequence.slots {
+            slots.cut(sequence.len);
+        }
+        self.trim(sequence);
         let Some(&last) = sequence.table.last() else { return };
         if sequence.len.is_multiple_of(BLOCK) || self.users(last) == 1 {
             return;
@@ -328,7 +352,7 @@ pub struct KvCache {
 
 impl KvCache {
     pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, policy: KvPolicy) -> Result<Self, RuntimeError> {
-        policy.check()?;
+        policy.check_model(model.config())?;
         let pool = model.new_pool(policy.blocks(tokens, PREFILL) * BLOCK, tokens, kv, policy)?;
         let sequence = pool.new_sequence();
         Ok(Self { pool, sequence, capacity: tokens })

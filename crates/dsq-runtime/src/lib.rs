@@ -16,6 +16,7 @@ mod llama;
 mod policy;
 mod prefix;
 mod profile;
+mod prune;
 mod rope;
 mod sampler;
 mod stop;

@@ -8,6 +8,7 @@ use crate::attention::{self, Attention};
 use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence};
 use crate::feed_forward::{FeedForward, Room};
 use crate::profile::Op;
+use crate::prune::{PERIOD, Slots, next_pruning};
 use crate::rope::RopeTable;
 use crate::{KvPolicy, RuntimeError};
 use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
@@ -125,6 +126,15 @@ impl LlamaRuntime {
         Ok(llama_config(model)?.max_position_embeddings)
     }
 
+    /// Whether a language model can run under a policy, before any weight is read.
+    ///
+    /// # Errors
+    /// As [`KvPolicy::check`]; [`RuntimeError::Input`] for entropy on a model with windows of its own; [`RuntimeError::Model`] for
+    /// another architecture.
+    pub fn check_policy(model: &Checkpoint, policy: KvPolicy) -> Result<(), RuntimeError> {
+        policy.check_model(llama_config(model)?)
+    }
+
     /// The architecture.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
@@ -163,7 +173,7 @@ impl LlamaRuntime {
     /// Memory for `positions` of all sequences together (rounded down to blocks), each of at most `longest`, allocated now.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`; as [`KvPolicy::check`].
+    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`; as [`LlamaRuntime::check_policy`].
     pub fn new_pool(
         &self,
         positions: usize,
@@ -171,8 +181,8 @@ impl LlamaRuntime {
         kv: KvType,
         policy: KvPolicy,
     ) -> Result<KvPool, RuntimeError> {
-        policy.check()?;
         let c = &self.config;
+        policy.check_model(c)?;
         if longest > c.max_position_embeddings {
             let of = match c.rope_scaling {
                 Some(RopeScaling::Dynamic { .. }) => {
@@ -224,7 +234,8 @@ impl LlamaRuntime {
     /// # Errors
     /// [`RuntimeError::TooLong`] for a sequence beyond the pool's longest; [`RuntimeError::NoBlocks`] where the pool has too few;
     /// [`RuntimeError::Input`] for no token, an id beyond the vocabulary, or a pool of another model; [`RuntimeError::Numerics`] for a
-    /// key or value that the cache has no form for. The sequences then stay as they were.
+    /// key or value that the cache has no form for. The sequences then stay as they were; under a policy that prunes those are empty
+    /// of which the step had come to a token that is asked what stays.
     pub fn step(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
         logits.clear();
         self.check(pool, batch)?;
@@ -235,12 +246,16 @@ impl LlamaRuntime {
         for e in batch.iter_mut() {
             let len = e.sequence.len + e.tokens.len();
             pool.grow(e.sequence, len);
+            if !pool.policy().shares() {
+                e.sequence.slots.get_or_insert_with(|| Box::new(Slots::new(self.layers.len()))).begin();
+            }
         }
         let before: Vec<usize> = batch.iter().map(|e| e.sequence.len).collect();
         let done = self.team.enter(|| self.run_chunks(pool, batch, logits));
         if done.is_err() {
             for (e, len) in batch.iter_mut().zip(before) {
-                pool.cut(e.sequence, len);
+                let changed = e.sequence.slots.as_ref().is_some_and(|s| s.changed());
+                pool.cut(e.sequence, if changed { 0 } else { len });
             }
         } else {
             batch.iter_mut().for_each(|e| pool.settle(e.sequence));
@@ -279,14 +294,17 @@ impl LlamaRuntime {
         Ok(())
     }
 
-    /// Takes the batch through the layers, at most [`PREFILL`] tokens at once.
+    /// Takes the batch through the layers, at most [`PREFILL`] tokens at once. A sequence that is pruned ends a piece where it is.
     fn run_chunks(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
+        let budget = pool.policy().budget();
         // The next entry, and how many of its tokens are done.
         let (mut first, mut done) = (0, 0);
         while first < batch.len() {
             let (mut room, mut last, mut end) = (PREFILL, first, done);
             while last < batch.len() && room > 0 {
-                let taken = (batch[last].tokens.len() - end).min(room);
+                let at = batch[last].sequence.len;
+                let piece = if budget.is_some() { next_pruning(at) - at } else { room };
+                let taken = (batch[last].tokens.len() - end).min(room).min(piece);
                 room -= taken;
                 end += taken;
                 if end < batch[last].tokens.len() {
@@ -299,22 +317,41 @@ impl LlamaRuntime {
                 let from = if i == first { done } else { 0 };
                 from..if i == last { end } else { len }
             };
-            let entries = &batch[first..(last + 1).min(batch.len())];
+            let behind = (last + 1).min(batch.len());
+            let entries = &mut batch[first..behind];
+            let mut slots: Vec<Box<Slots>> = entries.iter_mut().filter_map(|e| e.sequence.slots.take()).collect();
             let parts = entries.iter().enumerate().map(|(i, e)| (e, part(first + i, e.tokens.len())));
             let parts: Vec<_> = parts.filter(|(_, p)| !p.is_empty()).collect();
-            self.run_layers(pool, &parts)?;
-            self.append_logits(&parts, &mut pool.scratch, logits);
+            let done_layers = self.run_layers(pool, &parts, &mut slots);
+            if done_layers.is_ok() {
+                self.append_logits(&parts, &mut pool.scratch, logits);
+            }
             let taken: Vec<usize> = parts.iter().map(|(_, p)| p.len()).collect();
-            for (e, taken) in batch[first..].iter_mut().zip(taken) {
-                e.sequence.len += taken;
+            entries.iter_mut().zip(slots).for_each(|(e, slots)| e.sequence.slots = Some(slots));
+            done_layers?;
+            for (e, taken) in entries.iter_mut().zip(taken) {
+                let Sequence { table, len, slots } = &mut *e.sequence;
+                if let (Some(slots), Some(budget)) = (slots, &budget) {
+                    slots.append(*len, taken);
+                    if (*len + taken).is_multiple_of(PERIOD) {
+                        slots.prune(budget, &mut pool.layers, table);
+                    }
+                }
+                *len += taken;
             }
             (first, done) = (last, end);
         }
         Ok(())
     }
 
-    /// Takes parts of the entries' tokens, which come next in their sequences, through the layers.
-    fn run_layers(&self, pool: &mut KvPool, parts: &[(&Entry, std::ops::Range<usize>)]) -> Result<(), RuntimeError> {
+    /// Takes parts of the entries' tokens, which come next in their sequences, through the layers. `slots` are those of the entries, none
+    /// where nothing is pruned.
+    fn run_layers(
+        &self,
+        pool: &mut KvPool,
+        parts: &[(&Entry, std::ops::Range<usize>)],
+        slots: &mut [Box<Slots>],
+    ) -> Result<(), RuntimeError> {
         let (c, m) = (&self.config, parts.iter().map(|(_, p)| p.len()).sum());
         let h = c.hidden_size;
         let KvPool { layers, rope, scratch, .. } = pool;
@@ -332,7 +369,18 @@ impl LlamaRuntime {
         }
         scratch.clock.lap(Op::Embed);
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
+            queries.iter_mut().zip(&*slots).for_each(|(q, s)| q.past = s.filled(i));
             layer.run(c, i, self.activations, &queries, kv, rope, scratch)?;
+            let mut row = 0;
+            for (queries, slots) in queries.iter().zip(&mut *slots) {
+                let (at, width) = (scratch.positions[row], scratch.q.len() / m);
+                let q = &scratch.q[row * width..(row + queries.tokens) * width];
+                slots.observe(i, kv, *queries, at, (q, c.num_attention_heads));
+                row += queries.tokens;
+            }
+            if !slots.is_empty() {
+                scratch.clock.lap(Op::Attend);
+            }
         }
         Ok(())
     }

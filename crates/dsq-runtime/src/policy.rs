@@ -1,6 +1,8 @@
 //! Which keys and values a sequence keeps, and how much memory that takes. Not the memory itself (see `cache.rs`).
 
 use crate::RuntimeError;
+use crate::prune::Budget;
+use dsq_checkpoint::LlamaConfig;
 use dsq_kernels::attention::BLOCK;
 
 /// Which positions of a sequence stay in the cache of keys and values.
@@ -18,26 +20,74 @@ pub enum KvPolicy {
         /// Positions at the end, at least 1.
         window: usize,
     },
+    /// In each layer the first `sinks`, the last `recent`, and of the others those that the last tokens gave most attention. A layer keeps
+    /// the more the higher the entropy of its attention, at most half more than the average. A sequence is pruned
+    /// each time that it has 64 positions more; what was dropped never comes back (see `prune.rs`, which also has the
+    /// sources). Sequences cannot be shared, nor cut to another length than 0.
+    Entropy {
+        /// Positions that a layer keeps on average over the layers; 64 more come before they are pruned again.
+        budget: usize,
+        /// Positions at the beginning.
+        sinks: usize,
+        /// Positions at the end, at least 1. With the sinks at most the budget.
+        recent: usize,
+    },
 }
 
 impl KvPolicy {
-    /// `full` or `window`.
+    /// `full`, `window` or `entropy`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Full => "full",
             Self::Window { .. } => "window",
+            Self::Entropy { .. } => "entropy",
+        }
+    }
+
+    /// Whether sequences that begin alike can share blocks.
+    pub fn shares(&self) -> bool {
+        self.budget().is_none()
+    }
+
+    /// What a pruned sequence keeps.
+    pub(crate) fn budget(&self) -> Option<Budget> {
+        match *self {
+            Self::Entropy { budget, sinks, recent } => Some(Budget { budget, sinks, recent }),
+            Self::Full | Self::Window { .. } => None,
         }
     }
 
     /// Whether the numbers make sense.
     ///
     /// # Errors
-    /// [`RuntimeError::Input`] for a window of no position.
+    /// [`RuntimeError::Input`] for a window or recent positions of 0, and for a budget that sinks and recent positions exceed.
     pub fn check(&self) -> Result<(), RuntimeError> {
-        match self {
-            Self::Window { window: 0, .. } => {
-                Err(RuntimeError::Input { what: "KV window", problem: "expected at least 1 position, got 0".into() })
-            }
+        let wrong = |what, problem: String| Err(RuntimeError::Input { what, problem });
+        match *self {
+            Self::Window { window: 0, .. } => wrong("KV window", "expected at least 1 position, got 0".into()),
+            Self::Entropy { recent: 0, .. } => wrong("KV recent", "expected at least 1 position, got 0".into()),
+            Self::Entropy { budget, sinks, recent } if sinks.saturating_add(recent) > budget => wrong(
+                "KV budget",
+                format!("expected at least the {sinks} sinks and {recent} recent positions, got {budget}"),
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a model can run under it; includes [`KvPolicy::check`].
+    ///
+    /// # Errors
+    /// As there; [`RuntimeError::Input`] for entropy on a model with windows of its own.
+    pub(crate) fn check_model(&self, config: &LlamaConfig) -> Result<(), RuntimeError> {
+        self.check()?;
+        let windows = (0..config.num_hidden_layers).find_map(|i| Some((i, config.window(i)?)));
+        match windows {
+            Some((layer, window)) if !self.shares() => Err(RuntimeError::Input {
+                what: "KV policy entropy",
+                problem: format!(
+                    "expected a model whose layers see all positions, got a window of {window} in layer {layer}"
+                ),
+            }),
             _ => Ok(()),
         }
     }
@@ -52,7 +102,13 @@ impl KvPolicy {
                 let seen = (window - 1).saturating_add(step.min(len));
                 all.min(sinks.div_ceil(BLOCK).saturating_add(seen.saturating_add(BLOCK - 2) / BLOCK + 1))
             }
+            Self::Entropy { .. } => self.peak(0, 0, len).div_ceil(BLOCK),
         }
+    }
+
+    /// Places in its blocks that a sequence of `at` positions, of which `filled` are held, needs at most while it grows to `len`.
+    pub(crate) fn peak(&self, filled: usize, at: usize, len: usize) -> usize {
+        self.budget().map_or(len, |b| b.peak(filled, at, len))
     }
 }
 

@@ -24,6 +24,10 @@ fn window(sinks: usize, window: usize) -> KvPolicy {
     KvPolicy::Window { sinks, window }
 }
 
+fn entropy(budget: usize, sinks: usize, recent: usize) -> KvPolicy {
+    KvPolicy::Entropy { budget, sinks, recent }
+}
+
 /// A text without a period.
 fn text(len: usize, vocab: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * i * 31 + i * 7 + 3) % vocab) as u32).collect()
@@ -31,7 +35,11 @@ fn text(len: usize, vocab: usize) -> Vec<u32> {
 
 /// Logits of every token in one step, in a pool that has room for all of them.
 fn at_once(model: &LlamaRuntime, tokens: &[u32], policy: KvPolicy) -> Vec<f32> {
-    let mut pool = model.new_pool(tokens.len() + BLOCK, tokens.len(), KvType::F32, policy).unwrap();
+    at_once_of(model, tokens, policy, KvType::F32)
+}
+
+fn at_once_of(model: &LlamaRuntime, tokens: &[u32], policy: KvPolicy, kv: KvType) -> Vec<f32> {
+    let mut pool = model.new_pool(tokens.len() + BLOCK, tokens.len(), kv, policy).unwrap();
     let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
     model.step(&mut pool, &mut [Entry { sequence: &mut sequence, tokens, logits: Logits::All }], &mut out).unwrap();
     out
@@ -160,6 +168,189 @@ fn what_a_window_gave_back_is_neither_cut_to_nor_shared() {
     assert!(e.exit_code() == 2 && e.to_string().contains("got 0"), "{e}");
 }
 
+#[test]
+fn a_budget_that_holds_everything_gives_the_bits_of_full() {
+    for name in ["llama_tiny", "qwen3_tiny", "mixtral_tiny", "deepseek_v3_tiny"] {
+        let model = load(name, 2);
+        let vocab = model.config().vocab_size;
+        let tokens = text(250, vocab);
+        let full = at_once(&model, &tokens, FULL);
+        assert_eq!(
+            bits(&at_once(&model, &tokens, entropy(192, 4, 32))),
+            bits(&full),
+            "{name}: 192 at the last pruning"
+        );
+        let got = at_once(&model, &tokens, entropy(40, 4, 16));
+        // The first pruning is behind position 63.
+        assert_eq!(bits(&got[..64 * vocab]), bits(&full[..64 * vocab]), "{name}");
+        assert_ne!(bits(&got[64 * vocab..65 * vocab]), bits(&full[64 * vocab..65 * vocab]), "{name}");
+    }
+}
+
+/// Pieces, batch mates, threads and the exact memory of the bound: the same bits.
+#[test]
+fn a_pruned_sequence_depends_on_its_text_alone() {
+    for name in ["llama_tiny", "qwen3_tiny", "deepseek_v3_tiny"] {
+        let [model, threads] = [1, 3].map(|n| load(name, n));
+        let vocab = model.config().vocab_size;
+        let tokens = text(250, vocab);
+        for policy in [entropy(40, 4, 16), entropy(16, 0, 1), entropy(70, 20, 50)] {
+            for kv in [KvType::F32, KvType::F16] {
+                let once = bits(&in_pieces(&model, &tokens, policy, kv, &[250]));
+                for pieces in [&[1][..], &[64], &[7, 30, 1], &[129, 3]] {
+                    let got = bits(&in_pieces(&threads, &tokens, policy, kv, pieces));
+                    assert_eq!(got, once, "{name} {policy:?} {kv:?} {pieces:?}");
+                }
+                let mut cache = model.new_cache_of(250, kv, policy).unwrap();
+                assert_eq!(bits(&model.forward(&tokens, &mut cache, Logits::All).unwrap()), once);
+                cache.truncate(0).unwrap();
+                assert_eq!(bits(&model.forward(&tokens, &mut cache, Logits::All).unwrap()), once);
+            }
+            // Beside others, which are pruned at other steps.
+            let mut pool = model.new_pool(60 * BLOCK, 256, KvType::F32, policy).unwrap();
+            let texts = [tokens.clone(), text(199, vocab)[13..].to_vec(), text(110, vocab)];
+            let mut sequences = [0; 3].map(|_| pool.new_sequence());
+            let (mut made, mut got) = (Vec::new(), [const { Vec::new() }; 3]);
+            let mut left: [&[u32]; 3] = texts.each_ref().map(|t| &t[..]);
+            for step in 0.. {
+                let mut pieces = Vec::new();
+                for (i, left) in left.iter_mut().enumerate() {
+                    let (piece, rest) = left.split_at((1 + (step * 37 + i * 50) % 90).min(left.len()));
+                    pieces.push(piece);
+                    *left = rest;
+                }
+                if pieces.iter().all(|p| p.is_empty()) {
+                    break;
+                }
+                let entries = sequences.iter_mut().zip(&pieces).filter(|(_, p)| !p.is_empty());
+                let mut batch: Vec<Entry> =
+                    entries.map(|(sequence, tokens)| Entry { sequence, tokens, logits: Logits::All }).collect();
+                model.step(&mut pool, &mut batch, &mut made).unwrap();
+                let mut rest = &made[..];
+                for (piece, got) in pieces.iter().zip(&mut got) {
+                    let (rows, more) = rest.split_at(piece.len() * vocab);
+                    got.extend_from_slice(rows);
+                    rest = more;
+                }
+                for s in &sequences {
+                    let KvPolicy::Entropy { budget, .. } = policy else { continue };
+                    assert!(s.blocks().len() <= (budget + budget / 2 + s.len() % 64).div_ceil(BLOCK) || s.len() < 64);
+                }
+            }
+            for (got, text) in got.iter().zip(&texts) {
+                assert_eq!(bits(got), bits(&at_once(&model, text, policy)), "{name} {policy:?}");
+            }
+            sequences.into_iter().for_each(|s| pool.release(s));
+            assert_eq!(pool.free_blocks(), 60);
+        }
+    }
+}
+
+#[test]
+fn what_a_pruned_sequence_cannot_do_is_refused() {
+    let model = load("llama_tiny", 1);
+    let policy = entropy(40, 4, 16);
+    let mut pool = model.new_pool(300, 200, KvType::F32, policy).unwrap();
+    let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
+    let tokens = text(150, 128);
+    let mut batch = [Entry { sequence: &mut sequence, tokens: &tokens, logits: Logits::Last }];
+    model.step(&mut pool, &mut batch, &mut out).unwrap();
+    let e = pool.truncate(&mut sequence, 149).unwrap_err();
+    assert!(
+        e.exit_code() == 2 && e.to_string().contains("from 150 to 149") && e.to_string().contains("entropy"),
+        "{e}"
+    );
+    pool.truncate(&mut sequence, 150).unwrap();
+    assert!(pool.fork(&sequence, 150).is_none() && pool.fork(&sequence, 64).is_none());
+    let blocks = sequence.blocks().to_vec();
+    assert_eq!(pool.share(&blocks).len(), 0);
+    pool.truncate(&mut sequence, 0).unwrap();
+    assert_eq!(pool.free_blocks(), pool.blocks());
+    let e = Engine::new(&model, None, pool, EngineSettings::default()).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().starts_with("share_prefixes: expected false"), "{e}");
+    for (policy, words) in [
+        (entropy(19, 4, 16), "at least the 4 sinks and 16 recent positions, got 19"),
+        (entropy(19, 4, 0), "KV recent: expected at least 1 position, got 0"),
+        (entropy(5, usize::MAX, 1), "got 5"),
+    ] {
+        let e = model.new_pool(300, 200, KvType::F32, policy).unwrap_err();
+        assert!(e.exit_code() == 2 && e.to_string().contains(words), "{e}");
+    }
+    let e = load("mistral_tiny", 1).new_cache_of(64, KvType::F32, policy).unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("a window of 8 in layer 0"), "{e}");
+    // A budget without bound is that of full.
+    assert_eq!(entropy(usize::MAX, 4, 16).blocks(200, 1), 13);
+}
+
+/// A model one row of whose embedding is NaN.
+fn broken(row: usize) -> LlamaRuntime {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/llama_tiny_untied");
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(from.join("config.json"), dir.path().join("config.json")).unwrap();
+    let mut bytes = std::fs::read(from.join("model.safetensors")).unwrap();
+    let n = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + n]).unwrap();
+    let tensor = &header["model.embed_tokens.weight"];
+    let [width, start] = [&tensor["shape"][1], &tensor["data_offsets"][0]].map(|v| v.as_u64().unwrap() as usize);
+    let at = 8 + n + start + row * width * 4;
+    bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+    LlamaRuntime::load(&Checkpoint::open(dir.path()).unwrap(), 2).unwrap()
+}
+
+/// A step that fails leaves a sequence as it was, or empty; in an engine the others get their tokens all the same.
+#[test]
+fn a_failing_step_under_a_policy() {
+    let model = broken(9);
+    let good: Vec<u32> = text(120, 128).into_iter().map(|id| if id == 9 { 10 } else { id }).collect();
+    for (policy, after) in [(window(4, 20), [45, 50]), (entropy(40, 4, 16), [45, 0])] {
+        for (before, after) in [45, 50].into_iter().zip(after) {
+            let mut pool = model.new_pool(40 * BLOCK, 128, KvType::F16, policy).unwrap();
+            let (mut sequence, mut out) = (pool.new_sequence(), Vec::new());
+            let mut run = |sequence: &mut _, tokens: &[u32], pool: &mut _| {
+                let done = model.step(pool, &mut [Entry { sequence, tokens, logits: Logits::Last }], &mut out);
+                done.map(|()| bits(&out))
+            };
+            run(&mut sequence, &good[..before], &mut pool).unwrap();
+            let bad = if before == 45 { vec![1, 9] } else { [&good[before..100], &[9]].concat() };
+            assert_eq!(run(&mut sequence, &bad, &mut pool).unwrap_err().exit_code(), 6);
+            assert_eq!(sequence.len(), after, "{policy:?} {before}");
+            let got = run(&mut sequence, &good[after..], &mut pool).unwrap();
+            assert_eq!(got, bits(&at_once_of(&model, &good, policy, KvType::F16)[119 * 128..]), "{policy:?} {before}");
+            pool.release(sequence);
+            assert_eq!(pool.free_blocks(), 40);
+        }
+        let mut cache = model.new_cache_of(256, KvType::F16, policy).unwrap();
+        let long = [&good[..], &good[..], &[9]].concat();
+        assert!(model.forward(&long, &mut cache, Logits::Last).is_err());
+        assert!(cache.is_empty(), "the first of two pieces was done");
+        let pool = model.new_pool(60 * BLOCK, 200, KvType::F16, policy).unwrap();
+        let settings = EngineSettings { share_prefixes: false, step_tokens: 100, ..Default::default() };
+        let mut e = Engine::new(&model, None, pool, settings).unwrap();
+        let request = |prompt: &[u32]| Request { prompt: prompt.to_vec(), max_tokens: 20, ..Default::default() };
+        let ids =
+            [&good[..90], &[&good[20..70], &[9, 1]].concat()[..], &good[5..60]].map(|p| e.submit(request(p)).unwrap());
+        let (mut out, mut all) = (Vec::new(), Vec::new());
+        while !e.is_idle() {
+            e.step(&mut out);
+            all.append(&mut out);
+        }
+        let end = |id| all.iter().find_map(|o: &Output| o.finished.as_ref().filter(|_| o.id == id)).unwrap();
+        assert_eq!(end(ids[1]).reason.as_ref().unwrap_err().exit_code(), 6);
+        for (id, prompt) in [(ids[0], &good[..90]), (ids[2], &good[5..60])] {
+            let mut cache = model.new_cache_of(200, KvType::F16, policy).unwrap();
+            let mut sampler = Sampler::new(Sampling::default()).unwrap();
+            let go = &mut |_| ControlFlow::Continue(());
+            let want = generate(&model, &mut cache, prompt, 20, 128, &mut sampler, go).unwrap();
+            let got: Vec<u32> = all.iter().filter(|o| o.id == id).filter_map(|o| o.token).collect();
+            let ended = got.len() < 20;
+            assert!(ended || got == want.tokens, "{policy:?}");
+            assert!(!ended || end(id).reason.is_err(), "only the broken row of a generated token ends it early");
+        }
+        assert_eq!(e.pool().free_blocks(), 60);
+    }
+}
+
 fn alone(model: &LlamaRuntime, r: &Request, longest: usize, policy: KvPolicy) -> (Vec<u32>, FinishReason) {
     let mut cache = model.new_cache_of(longest, KvType::F32, policy).unwrap();
     let mut sampler = Sampler::new(r.sampling).unwrap();
@@ -178,17 +369,17 @@ fn alone(model: &LlamaRuntime, r: &Request, longest: usize, policy: KvPolicy) ->
 /// Requests come and go in too little memory: each gets the tokens that it gets alone under the same policy.
 #[test]
 fn an_engine_under_a_policy_changes_no_token() {
-    let policies = [window(4, 24), window(0, 3), window(33, 64)];
+    let policies = [window(4, 24), entropy(40, 4, 16), window(0, 3), entropy(20, 2, 2), window(33, 64)];
     let (mut preemptions, mut shared, mut cancelled) = (0, 0, 0);
-    for round in 0..18usize {
+    for round in 0..30usize {
         let policy = policies[round % policies.len()];
         let mut rng = ChaCha8Rng::seed_from_u64(round as u64);
-        let model = load(["llama_tiny", "mixtral_tiny", "qwen3_tiny"][round / 3 % 3], 1 + round % 2);
+        let model = load(["llama_tiny", "mixtral_tiny", "qwen3_tiny"][round / 5 % 3], 1 + round % 2);
         let vocab = model.config().vocab_size as u32;
         let longest = 220;
         let step_tokens = rng.random_range(1..80);
         let blocks = policy.blocks(longest, step_tokens) + rng.random_range(0..6);
-        let share_prefixes = round % 2 == 0;
+        let share_prefixes = policy.shares() && round % 2 == 0;
         let settings = EngineSettings { sequences: 4, step_tokens, share_prefixes };
         let pool = model.new_pool(blocks * BLOCK, longest, KvType::F32, policy).unwrap();
         let mut e = Engine::new(&model, None, pool, settings).unwrap();
