@@ -4,6 +4,7 @@ pub mod bench;
 pub mod doctor;
 pub mod eval;
 mod eval_images;
+mod eval_kv;
 pub mod export;
 pub mod inspect;
 mod policy;

@@ -89,6 +89,12 @@ impl PolicySizes {
         Ok(KvPolicy::Entropy { budget, sinks: self.sinks(), recent })
     }
 
+    /// The name of a size that was given.
+    pub fn given(&self) -> Option<&'static str> {
+        let all = [("--kv-budget", self.kv_budget), ("--sinks", self.sinks), ("--kv-recent", self.kv_recent)];
+        all.into_iter().find_map(|(name, value)| value.map(|_| name))
+    }
+
     fn sinks(&self) -> usize {
         self.sinks.map_or(SINKS, |n| n as usize)
     }

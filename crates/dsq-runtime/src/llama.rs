@@ -144,6 +144,21 @@ impl LlamaRuntime {
         &self.layers
     }
 
+    /// Width of the widest feed-forward block.
+    pub(crate) fn widest(&self) -> usize {
+        self.widest
+    }
+
+    /// Rows of the embedding, one for each token.
+    pub(crate) fn embed(&self, tokens: &[u32], hidden: &mut [f32]) {
+        embed(&self.embedding, tokens, hidden);
+    }
+
+    /// Runs `work` on the model's threads.
+    pub(crate) fn enter<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.team.enter(work)
+    }
+
     /// The matrix of the logits, and how its input is quantized.
     pub(crate) fn head(&self) -> (&Linear, &Option<InputGrid>) {
         (self.head.as_ref().unwrap_or(&self.embedding), &self.head_input)

@@ -282,6 +282,39 @@ fn what_a_pruned_sequence_cannot_do_is_refused() {
     assert_eq!(entropy(usize::MAX, 4, 16).blocks(200, 1), 13);
 }
 
+#[test]
+fn a_report_counts_hits_positions_and_bytes() {
+    for name in ["llama_tiny", "deepseek_v3_tiny"] {
+        let model = load(name, 2);
+        let tokens = text(210, model.config().vocab_size);
+        let policies = [FULL, window(4, 40), entropy(40, 4, 16), window(0, 400), entropy(250, 4, 16), window(0, 1)];
+        let runs = model.run_policies(&tokens, KvType::F32, &policies).unwrap();
+        for (run, &policy) in runs.iter().zip(&policies) {
+            assert_eq!(bits(&run.logits), bits(&at_once(&model, &tokens, policy)), "{name} {policy:?}");
+            let c = model.config();
+            let weight = (c.num_hidden_layers * c.num_attention_heads * 210) as f64;
+            assert!((run.weight / weight - 1.0).abs() < 1e-5, "{} {weight}", run.weight);
+            assert!(run.bytes <= run.allocated);
+        }
+        let rate = |i: usize| runs[i].hits / runs[i].weight;
+        for all in [0, 3, 4] {
+            assert!((rate(all) - 1.0).abs() < 1e-9, "{}", rate(all));
+            assert_eq!((runs[all].positions, runs[all].bytes), (210.0, runs[0].allocated));
+        }
+        for some in [1, 2, 5] {
+            assert!(rate(some) > 0.0 && rate(some) < 0.95, "{name} {}", rate(some));
+        }
+        assert!(rate(1) > rate(5));
+        // 4 sinks and the 39 before the next token, from position 171 on: of 14 blocks of 16 positions the first and the last four.
+        assert_eq!((runs[1].positions, 14 * runs[1].bytes), (43.0, 5 * runs[0].bytes));
+        assert_eq!((runs[5].positions, 14 * runs[5].bytes), (0.0, runs[0].bytes));
+        assert!(runs[2].positions <= 40.0 + 18.0 && runs[2].positions > 50.0, "{}", runs[2].positions);
+        assert!(14 * runs[2].bytes <= 5 * runs[0].bytes);
+        let times = model.first_token(&tokens, KvType::F32, &policies[..3], 2).unwrap();
+        assert!(times.len() == 3 && times.iter().all(|t| !t.is_zero()));
+    }
+}
+
 /// A model one row of whose embedding is NaN.
 fn broken(row: usize) -> LlamaRuntime {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/llama_tiny_untied");
