@@ -129,7 +129,7 @@ fn measure(model: &LlamaRuntime, args: &Args, prompt: usize, batch: usize, threa
             [&mut prompts, &mut decode, &mut latencies].into_iter().for_each(Vec::clear);
         }
         for sequence in &mut sequences {
-            pool.truncate(sequence, 0);
+            pool.truncate(sequence, 0)?;
         }
         let start = Instant::now();
         for (sequence, ids) in sequences.iter_mut().zip(&ids) {

@@ -1,12 +1,13 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
-use super::{ActivationsArg, KvArg};
+use super::policy::PolicySizes;
+use super::{ActivationsArg, KvArg, eval_kv};
 use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
 use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
 use dsq_quant::FloatType;
-use dsq_runtime::{KvType, LlamaRuntime, Logits, Sight, Specials, TextTokenizer};
+use dsq_runtime::{KvPolicy, KvType, LlamaRuntime, Logits, Specials, TextTokenizer};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -42,6 +43,12 @@ pub struct Args {
     /// How the model's keys and values are held where the checkpoint stores no grid for them; f32 for the reference.
     #[arg(long, value_enum, default_value_t = KvArg::F32, value_name = "TYPE", conflicts_with = "images")]
     kv_type: KvArg,
+    /// Instead: what the policies of the KV cache cost on the text, as rows `full`, `window` and `entropy`, the latter two of --kv-budget
+    /// positions. Divergence and hit rate are against the full cache.
+    #[arg(long, requires = "kv_budget", conflicts_with_all = ["reference", "images", "logits_out"])]
+    kv_report: bool,
+    #[command(flatten)]
+    kv_sizes: PolicySizes,
     /// Also write the report to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,
@@ -53,6 +60,13 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    let policies = if args.kv_report {
+        Some(eval_kv::policies(&args.kv_sizes)?)
+    } else if let Some(name) = args.kv_sizes.given() {
+        return Err(CliError::usage(format!("{name}: expected --kv-report, which it belongs to, got none")));
+    } else {
+        None
+    };
     if let Some(dir) = &args.images {
         return super::eval_images::run(&args, dir, global);
     }
@@ -96,6 +110,9 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::new(3, "held-out text: expected at least 2 tokens, got fewer")
             .with_hint("give a longer --text or a larger --max-tokens"));
     }
+    for policy in policies.iter().flatten() {
+        LlamaRuntime::check_policy(&model.checkpoint, *policy)?;
+    }
     let overlap = overlap(&model, &args.text)?;
     let threads = global.threads();
     let runtime = LlamaRuntime::load(&model.checkpoint, threads)?.with_activations(args.activations.into());
@@ -103,9 +120,23 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         write_logits(file, (&runtime, args.kv_type.into()), &documents, model.limit)?;
     }
     let reference_runtime = reference.as_ref().map(|r| LlamaRuntime::load(&r.checkpoint, threads)).transpose()?;
+    let cuts = cut(&documents, context)?;
+    if let Some(policies) = &policies {
+        let report = Report::new("eval")
+            .about("model", args.model.display().to_string())
+            .about("context", context)
+            .about("windows", cuts.len());
+        let (report, predictions) = eval_kv::measure(report, &cuts, (&runtime, args.kv_type.into()), policies, global)?;
+        let about = format!(
+            "{predictions} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows; memory and first \
+             token of the longest window",
+            cuts.len()
+        );
+        output::report(&report, args.out.as_deref(), global.json, &about)?;
+        return Ok(0);
+    }
     let start = std::time::Instant::now();
-    let measured =
-        evaluate(&documents, context, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
+    let measured = evaluate(&cuts, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
     let mut report = Report::new("eval")
         .about("model", args.model.display().to_string())
         .about("context", context)
@@ -186,18 +217,22 @@ impl Side {
     }
 }
 
-/// Runs every window through the model and the reference.
-fn evaluate(
-    documents: &[Vec<u32>],
-    context: usize,
-    (model, kv): (&LlamaRuntime, KvType),
-    reference: Option<&LlamaRuntime>,
-    quiet: bool,
-) -> Result<TextMetrics, CliError> {
+/// The windows of all documents.
+fn cut(documents: &[Vec<u32>], context: usize) -> Result<Vec<&[u32]>, CliError> {
     let mut all: Vec<&[u32]> = Vec::new();
     for document in documents.iter().filter(|d| d.len() >= 2) {
         all.extend(windows(document, context)?);
     }
+    Ok(all)
+}
+
+/// Runs every window through the model and the reference.
+fn evaluate(
+    all: &[&[u32]],
+    (model, kv): (&LlamaRuntime, KvType),
+    reference: Option<&LlamaRuntime>,
+    quiet: bool,
+) -> Result<TextMetrics, CliError> {
     let total: usize = all.iter().map(|w| w.len()).sum();
     let bar = match quiet {
         true => indicatif::ProgressBar::hidden(),
@@ -219,7 +254,7 @@ fn evaluate(
 
 /// Logits `[len, vocab]` of a sequence from an empty cache.
 fn forward((runtime, kv): (&LlamaRuntime, KvType), tokens: &[u32]) -> Result<Vec<f32>, CliError> {
-    let mut cache = runtime.new_cache_of(tokens.len(), kv, Sight::default())?;
+    let mut cache = runtime.new_cache_of(tokens.len(), kv, KvPolicy::Full)?;
     Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
 }
 

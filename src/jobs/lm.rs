@@ -308,7 +308,7 @@ fn evaluate(
         name: "exported",
         bits_per_weight: proof.bits_per_weight,
         forward: Box::new(move |tokens| {
-            cache.truncate(0);
+            cache.truncate(0)?;
             Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
         }),
         eval: TextEval::new(),

@@ -214,7 +214,7 @@ pub(crate) fn show(metric: &str, value: &Value) -> String {
             None => return other.to_string(),
         },
     };
-    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference") {
+    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference" | "hit_rate") {
         return format!("{:.2}%", 100.0 * number);
     }
     significant(number)
