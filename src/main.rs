@@ -2,6 +2,7 @@
 //! What a command does is in `commands/`; this file is their table of contents and no library.
 
 mod commands;
+mod documents;
 mod error;
 mod input;
 mod interrupt;
@@ -13,6 +14,7 @@ mod plan;
 mod plot;
 mod proof_logits;
 mod recipe;
+mod reference;
 mod regress;
 mod size;
 

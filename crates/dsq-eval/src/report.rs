@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 /// Version of the report's form.
 pub const REPORT_FORMAT: u32 = 1;
 
+/// Metrics that fit side by side on a line.
+const MOST_COLUMNS: usize = 9;
+
 /// One line of a table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
@@ -163,8 +166,9 @@ impl Report {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The rows as an aligned text table: a column for each metric in the order of first appearance, intervals in
-    /// brackets behind their value, `-` where a row lacks the metric, shares in percent.
+    /// The rows as an aligned text table: a column for each metric in the order of first appearance (more than nine: a
+    /// line for each, and a column for each row), intervals in brackets behind their value, `-` where a row lacks the metric, shares
+    /// in percent.
     pub fn table(&self) -> String {
         let mut columns: Vec<&str> = Vec::new();
         for row in &self.rows {
@@ -176,9 +180,7 @@ impl Report {
                 }
             }
         }
-        let mut header = vec![""];
-        header.extend(&columns);
-        let rows: Vec<Vec<String>> = self
+        let mut rows: Vec<Vec<String>> = self
             .rows
             .iter()
             .map(|row| {
@@ -198,7 +200,12 @@ impl Report {
                 std::iter::once(row.name.clone()).chain(columns.iter().map(cell)).collect()
             })
             .collect();
-        table(&header, &rows)
+        rows.insert(0, std::iter::once("").chain(columns.iter().copied()).map(str::to_owned).collect());
+        if columns.len() > MOST_COLUMNS {
+            rows = (0..=columns.len()).map(|c| rows.iter().map(|r| r[c].clone()).collect()).collect();
+        }
+        let header: Vec<&str> = rows[0].iter().map(String::as_str).collect();
+        table(&header, &rows[1..])
     }
 }
 
@@ -214,7 +221,7 @@ pub(crate) fn show(metric: &str, value: &Value) -> String {
             None => return other.to_string(),
         },
     };
-    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference" | "hit_rate") {
+    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference" | "hit_rate" | "rms_delta_p") {
         return format!("{:.2}%", 100.0 * number);
     }
     significant(number)
