@@ -258,7 +258,7 @@ fn write_files(args: &Args, rows: &[Value]) -> Result<(), CliError> {
             series.entry(row[of].as_u64().unwrap_or(0)).or_default().push(point);
         }
         let series: Vec<Series> =
-            series.into_iter().map(|(n, points)| Series { name: format!("{of} {n}"), points }).collect();
+            series.into_iter().map(|(n, points)| Series::line(format!("{of} {n}"), points)).collect();
         let title = args.model.display().to_string();
         if let Some(svg) = curves(&title, [x, "tokens per second"], &series) {
             write(path, &svg)?;

@@ -1,6 +1,7 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
+use super::inspect::bits_per_weight;
 use super::policy::PolicySizes;
 use super::{ActivationsArg, KvArg, eval_kv};
 use crate::documents::Documents;
@@ -10,6 +11,7 @@ use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_saf
 use dsq_eval::{LogitsOf, Report, Row, TextEval, TextMetrics, Window};
 use dsq_quant::FloatType;
 use dsq_runtime::{KvType, LlamaRuntime};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -181,7 +183,15 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         .text_metrics(&measured)
         .maybe("perplexity_difference", measured.perplexity_difference.as_ref())
         .text_details(&measured);
+    let row = row.number("bits_per_weight", bits_per_weight(&model.checkpoint)?);
     report.rows.push(row.number("resident_bytes", runtime.resident_bytes() as f64));
+    // For the pictures of `dsq report`.
+    if let Some(d) = &measured.divergence {
+        report = report.about("kl_histogram", d.histogram.clone());
+    }
+    if let Some(proof) = model.checkpoint.proof()? {
+        report = report.about("layer_errors", layer_errors(&proof));
+    }
     if let (Some(path), Some(r)) = (&args.reference, other) {
         report = report.about("reference", path.display().to_string());
         let row = Row::new("reference").maybe("perplexity", measured.reference_perplexity.as_ref());
@@ -201,6 +211,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     );
     output::report(&report, args.out.as_deref(), global.json, &about)?;
     Ok(0)
+}
+
+/// `[[module, relative error of its weights], ...]` of the layers that were quantized, as a proof says.
+fn layer_errors(proof: &Value) -> Value {
+    let quantized = proof["tensors"].as_array().into_iter().flatten().filter(|t| t["became"] == "quantized");
+    quantized.map(|t| json!([t["name"], t["source"]["relative_error"]])).collect()
 }
 
 /// The largest share of lines of one of `files` that are in the text that calibrated the model, and that file; `None` when

@@ -11,6 +11,7 @@ mod policy;
 pub mod profile;
 pub mod quantize;
 pub mod regress;
+pub mod report;
 pub mod run;
 pub mod tokenize;
 pub mod train;

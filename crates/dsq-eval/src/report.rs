@@ -166,10 +166,10 @@ impl Report {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The rows as an aligned text table: a column for each metric in the order of first appearance (more than nine: a
+    /// The cells of a table of the rows, its head first: a column for each metric in the order of first appearance (more than nine: a
     /// line for each, and a column for each row), intervals in brackets behind their value, `-` where a row lacks the metric, shares
     /// in percent.
-    pub fn table(&self) -> String {
+    pub fn cells(&self) -> Vec<Vec<String>> {
         let mut columns: Vec<&str> = Vec::new();
         for row in &self.rows {
             for key in row.metrics.keys() {
@@ -204,6 +204,12 @@ impl Report {
         if columns.len() > MOST_COLUMNS {
             rows = (0..=columns.len()).map(|c| rows.iter().map(|r| r[c].clone()).collect()).collect();
         }
+        rows
+    }
+
+    /// The rows as an aligned text table, see [`Report::cells`].
+    pub fn table(&self) -> String {
+        let rows = self.cells();
         let header: Vec<&str> = rows[0].iter().map(String::as_str).collect();
         table(&header, &rows[1..])
     }

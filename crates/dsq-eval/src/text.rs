@@ -50,7 +50,7 @@ pub struct TextMetrics {
 }
 
 /// How the predictions of a model and of its reference differ, beyond means.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Divergence {
     /// KL of half the predictions is at most this, in nats.
     pub kl_median: Estimate,
@@ -64,6 +64,18 @@ pub struct Divergence {
     pub kl_max: f64,
     /// Root of the mean square by which the probability of the next token changes, 0 to 1.
     pub rms_delta_p: Estimate,
+    /// How many predictions have a KL in each bin of [`Divergence::bin`].
+    pub histogram: Vec<u32>,
+}
+
+impl Divergence {
+    /// The largest KL, in nats, of a bin of the histogram: four to a decade, from 1e-8 on. The first holds all below, the last all above.
+    pub fn bin(i: usize) -> f64 {
+        10f64.powf(i as f64 / 4.0 - 8.0)
+    }
+
+    /// Number of bins: up to 100 nats.
+    pub const BINS: usize = 41;
 }
 
 /// A window of text, what of it is predicted, and the block that it belongs to.
@@ -316,6 +328,11 @@ impl TextEval {
                 at.or(sorted.last()).map_or(f64::NAN, |(kl, _)| *kl)
             })
         };
+        let mut histogram = vec![0; Divergence::BINS];
+        for (kl, _) in &sorted {
+            let bin = (0..Divergence::BINS - 1).find(|&i| *kl <= Divergence::bin(i)).unwrap_or(Divergence::BINS - 1);
+            histogram[bin] += 1;
+        }
         let rms =
             |ids: &mut dyn Iterator<Item = usize>| ratio(ids, |i| (self.delta[i], f64::from(self.tokens[i]))).sqrt();
         Divergence {
@@ -325,6 +342,7 @@ impl TextEval {
             kl_p99_9: quantile(0.999),
             kl_max: sorted.last().map_or(f64::NAN, |(kl, _)| *kl),
             rms_delta_p: Estimate::of_blocks(blocks, rms),
+            histogram,
         }
     }
 }
@@ -496,6 +514,10 @@ mod tests {
             squares += (q - 0.5).powi(2);
         }
         let d = eval.finish().unwrap().divergence.unwrap();
+        assert_eq!(d.histogram.iter().sum::<u32>(), 200);
+        // KL of up to 0.1 nats and more than 0.056: bin 28.
+        let held = kls.iter().filter(|k| **k > Divergence::bin(27) && **k <= Divergence::bin(28)).count();
+        assert!((Divergence::bin(28) - 0.1).abs() < 1e-15 && held > 10 && d.histogram[28] as usize == held, "{d:?}");
         for (got, at) in [(d.kl_median, 99), (d.kl_p90, 179), (d.kl_p99, 197), (d.kl_p99_9, 199)] {
             assert!(
                 (got.value - kls[at]).abs() < 1e-7 && got.low <= got.value && got.value <= got.high,
