@@ -47,24 +47,26 @@ fn check(q: &QuantizedMatrix, x: &[f32], m: usize, what: &str) {
     let u = 2f64.powi(-24);
     for t in 0..m {
         for row in 0..q.n {
-            let (mut exact, mut magnitude, mut rounding, mut segments) = (0.0f64, 0.0f64, 0.0f64, 0.0);
+            // `larger` is the sum with |q| + |z| in place of |q - z|.
+            let (mut exact, mut larger, mut rounding, mut segments) = (0.0f64, 0.0f64, 0.0f64, 0.0);
             for (group, start) in (0..q.k).step_by(q.group_len()).enumerate() {
                 let p = q.qparams(q.scale_index(row, group));
                 let end = (start + q.group_len()).min(q.k);
-                for at in (start..end).step_by(64) {
-                    segments += 1.0;
-                    let columns = at..end.min(at + 64);
+                segments += (end - start).div_ceil(64) as f64;
+                for at in (start..end).step_by(16) {
+                    let columns = at..end.min(at + 16);
                     let values = &x[t * q.k..][columns.clone()];
                     let absmax = values.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
                     for (i, v) in columns.zip(values) {
-                        let w = f64::from(q.args.code_value(q.codes[row * q.k + i], p.zero)) * f64::from(p.scale);
+                        let (code, scale) = (i32::from(q.codes[row * q.k + i]), f64::from(p.scale));
+                        let w = f64::from(code - p.zero) * scale;
                         exact += w * f64::from(*v);
-                        magnitude += w.abs() * (f64::from(v.abs()) + absmax / 254.0);
+                        larger += f64::from(code.abs() + p.zero.abs()) * scale * (f64::from(v.abs()) + absmax / 254.0);
                         rounding += w.abs() * (absmax / 254.0 * (1.0 + 2f64.powi(-14)) + 127.0 * 2f64.powi(-126));
                     }
                 }
             }
-            let bound = (segments + 2.0) * u * magnitude * 1.01 + rounding + 1e-40;
+            let bound = (segments + 9.0) * u * larger * 1.01 + rounding + 1e-40;
             let got = f64::from(want[t * q.n + row]);
             assert!((got - exact).abs() <= bound, "{what}: {got} against {exact}, bound {bound:e}");
         }
