@@ -118,8 +118,8 @@ impl IntPath {
     }
 }
 
-/// Bytes of rounded inputs that are worked on together: half of a second-level cache of 1 MB.
-const CHUNK_BYTES: usize = 512 << 10;
+/// Bytes of weights that are worked on together: a quarter of a second-level cache of 1 MB.
+const CHUNK_BYTES: usize = 256 << 10;
 /// Tokens that are rounded together: what the buffers hold at most.
 const PASS: usize = 1024;
 
@@ -166,19 +166,16 @@ pub(crate) fn matmul(
     }
 }
 
-/// The blocks of `blocks` for all tokens: chunk by chunk of tokens, in each block by block.
+/// The blocks of `blocks` for all tokens: some blocks, whose weights stay in the cache, for tile after tile.
 fn multiply(path: IntPath, p: &Panels, blocks: Range<usize>, rounded: &Rounded, out: OutPtr) {
     let tiles = rounded.tiles();
-    let chunk = (CHUNK_BYTES / (p.k * path.widest())).max(4);
     // With one tile there is nothing to come back for.
-    let step = if tiles == 1 { blocks.len() } else { 1 }.max(1);
-    for from in (0..tiles).step_by(chunk) {
-        for block in blocks.clone().step_by(step) {
-            for i in from..tiles.min(from + chunk) {
-                // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
-                // blocks of the parts are disjoint; the path was detected.
-                unsafe { tile(path, p, block..blocks.end.min(block + step), rounded.tile(i), out.get()) };
-            }
+    let step = if tiles == 1 { blocks.len() } else { CHUNK_BYTES / p.block_bytes }.max(1);
+    for from in blocks.clone().step_by(step) {
+        for i in 0..tiles {
+            // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
+            // blocks of the parts are disjoint; the path was detected.
+            unsafe { tile(path, p, from..blocks.end.min(from + step), rounded.tile(i), out.get()) };
         }
     }
 }
