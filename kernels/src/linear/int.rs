@@ -89,9 +89,9 @@ impl IntPath {
             #[cfg(target_arch = "aarch64")]
             IntPath::Neon => 4,
             #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 | IntPath::Vnni256 => 4,
+            IntPath::Avx2 | IntPath::Vnni256 => 8,
             #[cfg(all(test, target_arch = "x86_64"))]
-            IntPath::Vnni256Vl => 4,
+            IntPath::Vnni256Vl => 8,
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => 12,
         }
@@ -151,7 +151,7 @@ pub(crate) fn matmul(
         let tokens = PASS.min(m - start);
         let jobs: Vec<(&Panels, OutPtr)> =
             layers.iter().zip(outs.iter_mut()).map(|(&p, o)| (p, OutPtr(o[start * p.n..].as_mut_ptr()))).collect();
-        Rounded::with(path, grid, first, &x[start * k..(start + tokens) * k], tokens, |rounded| {
+        Rounded::with(path, grid, layers, &x[start * k..(start + tokens) * k], tokens, |rounded| {
             split(blocks, 1, &|range| {
                 let mut offset = 0;
                 for &(p, out) in &jobs {

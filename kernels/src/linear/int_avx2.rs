@@ -16,7 +16,7 @@ struct Plain;
 
 tiles!(
     #[target_feature(enable = "avx2,fma,f16c")]
-    tile, Plain, 1 2 3 4
+    tile, Plain, 1 2 3 4 5 6 7 8
 );
 
 /// [`Dots::octet`] in registers of 256 bits: the even and the odd quads of rows 0 to 7 and 8 to 15.

@@ -54,7 +54,7 @@ macro_rules! dots {
 dots!(Vnni256, _mm256_dpbusd_avx_epi32);
 tiles!(
     #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-    tile, Vnni256, 1 2 3 4
+    tile, Vnni256, 1 2 3 4 5 6 7 8
 );
 
 #[cfg(test)]
@@ -62,5 +62,5 @@ dots!(Vnni256Vl, _mm256_dpbusd_epi32);
 #[cfg(test)]
 tiles!(
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")]
-    tile_vl, Vnni256Vl, 1 2 3 4
+    tile_vl, Vnni256Vl, 1 2 3 4 5 6 7 8
 );

@@ -58,9 +58,7 @@ pub(crate) struct Segment {
 impl Segment {
     /// Its columns in pieces of [`PIECE`], the last one shorter: `(first column, columns, first octet)`.
     pub(crate) fn pieces(self) -> impl Iterator<Item = (usize, usize, usize)> {
-        (0..self.len)
-            .step_by(PIECE)
-            .map(move |i| (self.at + i, PIECE.min(self.len - i), self.octet + i / OCTET))
+        (0..self.len).step_by(PIECE).map(move |i| (self.at + i, PIECE.min(self.len - i), self.octet + i / OCTET))
     }
 }
 

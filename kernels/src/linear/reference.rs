@@ -50,8 +50,7 @@ pub fn matmul_int8_reference(w: &QuantizedMatrix, grid: Option<&InputGrid>, x: &
                     part = p.zero as f32 * minus;
                 }
                 for piece in pieces() {
-                    let dot: i32 =
-                        piece.clone().map(|i| i32::from(w.codes[row * w.k + i]) * i32::from(codes[i])).sum();
+                    let dot: i32 = piece.clone().map(|i| i32::from(w.codes[row * w.k + i]) * i32::from(codes[i])).sum();
                     part = (dot as f32).mul_add(scales[piece.start], part);
                 }
                 total = p.scale.mul_add(part, total);
