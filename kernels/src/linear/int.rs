@@ -13,14 +13,14 @@
 //!   paths give the same bits, for any m and any number of threads.
 //! - Cost: one `vpdpbusd` for 16 rows x 4 columns x 1 token, for each piece a conversion and a fused multiply-add a token, for each segment
 //!   one more. One token: bound by reading the weights. Many: tiles of 16 rows x 12 tokens with parts and totals in registers
-//!   (AVX2: 16 x 4), the weights of a block in the cache.
+//!   (in 256 bits 16 x 8, partly in the cache), for each tile as many blocks of rows as a quarter of the second-level cache holds.
 //! - Error: against exact arithmetic on the rounded inputs at most `(S + 9) u * sum (|q| + |z|) scale |x'|` for S segments, weights
 //!   `scale * (q - z)` and u = 2^-24, to first order; symmetric `(S + 4) u * sum |w| |x'|`. `dot` is exact in f32 (at most 2^18), a
 //!   part sees at most 4 roundings, what is taken for the zero point 4 in its sum and 1 in the product, a total one for each
 //!   segment. The rounding of the inputs adds at most `sum |w| scale / 2 * (1 + 2^-14)`.
 //!
 //! The offset of the unsigned codes is taken back by where a dot product starts: `sum (u - 8) x = -8 sum x + sum u x` (INT8: 128). That
-//! is exact, and no dearer than to start from 0: in f32 beside the zero point it would lose two digits where codes are small beside 128.
+//! is exact, and no dearer than to start from 0; in f32 beside the zero point it would lose digits where codes are small beside 128.
 
 use super::input::{Rounded, Tile};
 use super::kernel::{scale, store_row, zero};
