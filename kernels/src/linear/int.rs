@@ -75,6 +75,9 @@ impl IntPath {
     pub(crate) fn products(self) -> usize {
         match self {
             IntPath::Scalar => 1,
+            // `roofline.rs` measures plain multiply-adds there.
+            #[cfg(target_arch = "aarch64")]
+            IntPath::Neon => 1,
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => 64,
             #[cfg(target_arch = "x86_64")]
