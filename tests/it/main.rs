@@ -12,6 +12,7 @@ mod image_models;
 mod io_faults;
 mod journal;
 mod kv_cache;
+mod kv_policy;
 mod llama_bound;
 mod model_files;
 mod onnx;

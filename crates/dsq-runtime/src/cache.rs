@@ -145,12 +145,16 @@ impl KvPool {
     /// Bytes that a decoded token reads of a sequence of `positions`: keys and values of all layers, as far as it sees; under a policy
     /// that prunes on average between two prunings.
     pub fn bytes_read(&self, positions: f64) -> f64 {
-        let of = |l: &PagedLayer| {
-            let kept = self.policy.budget().map(|b| b.budget + PERIOD / 2);
-            let seen = l.window().map(|w| w + l.sinks()).or(kept).map_or(positions, |w| positions.min(w as f64));
-            l.block_bytes() as f64 / BLOCK as f64 * seen
-        };
-        self.layers.iter().map(of).sum()
+        let of = |(i, l): (usize, &PagedLayer)| l.block_bytes() as f64 / BLOCK as f64 * self.seen(i, positions);
+        self.layers.iter().enumerate().map(of).sum()
+    }
+
+    /// Of `positions`, those that a token sees in a layer; under a policy that prunes on average between two prunings.
+    pub(crate) fn seen(&self, layer: usize, positions: f64) -> f64 {
+        let layer = &self.layers[layer];
+        let kept = self.policy.budget().map(|b| b.budget.saturating_add(PERIOD / 2));
+        let most = layer.window().map(|w| w.saturating_add(layer.sinks())).or(kept);
+        most.map_or(positions, |most| positions.min(most as f64))
     }
 
     /// An empty sequence.

@@ -166,8 +166,7 @@ impl LlamaRuntime {
             push(Op::Qkv, of(before, m, 1.0));
             push(Op::Rotate, values(m * 2.0 * (q + k)));
             push(Op::Put, values(m * 2.0 * (k + v)));
-            let window = layer.attention.window.unwrap_or(usize::MAX);
-            let seen: f64 = (0..tokens).map(|t| (past + t + 1).min(window) as f64).sum();
+            let seen: f64 = (0..tokens).map(|t| pool.seen(i, (past + t + 1) as f64)).sum();
             let read = pool.bytes_read((past + tokens) as f64) / self.layers().len() as f64;
             let float = sequences as f64 * seen * (q + mixed);
             push(Op::Attend, Cost { bytes: sequences as f64 * read, float, int8: 0.0 });
