@@ -21,7 +21,7 @@ pub enum KvPolicy {
         window: usize,
     },
     /// In each layer the first `sinks`, the last `recent`, and of the others those that the last tokens gave most attention. A layer keeps
-    /// the more the higher the entropy of its attention, at most half more than the average. A sequence is pruned
+    /// the more the higher the entropy of its attention, at most a quarter more than the average. A sequence is pruned
     /// each time that it has 64 positions more; what was dropped never comes back (see `prune.rs`, which also has the
     /// sources). Sequences cannot be shared, nor cut to another length than 0.
     Entropy {

@@ -234,7 +234,7 @@ fn a_pruned_sequence_depends_on_its_text_alone() {
                 }
                 for s in &sequences {
                     let KvPolicy::Entropy { budget, .. } = policy else { continue };
-                    assert!(s.blocks().len() <= (budget + budget / 2 + s.len() % 64).div_ceil(BLOCK) || s.len() < 64);
+                    assert!(s.blocks().len() <= (budget + budget / 4 + s.len() % 64).div_ceil(BLOCK) || s.len() < 64);
                 }
             }
             for (got, text) in got.iter().zip(&texts) {
