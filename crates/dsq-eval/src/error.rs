@@ -65,6 +65,16 @@ pub enum EvalError {
         /// What is wrong, with line and column where known.
         problem: String,
     },
+    /// A file of requests is wrong (exit 3).
+    #[error("{}: line {line}: {problem}", .path.display())]
+    Tasks {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// Which field is wrong, and both values.
+        problem: String,
+    },
     /// Reading or writing failed (exit 4).
     #[error("{}: cannot {action}: {source}", .path.display())]
     Io {
@@ -82,7 +92,10 @@ impl EvalError {
     pub fn exit_code(&self) -> u8 {
         match self {
             EvalError::NonFinite { .. } => 6,
-            EvalError::Shape { .. } | EvalError::TooFew { .. } | EvalError::Baseline { .. } => 3,
+            EvalError::Shape { .. }
+            | EvalError::TooFew { .. }
+            | EvalError::Baseline { .. }
+            | EvalError::Tasks { .. } => 3,
             EvalError::Setting { .. } | EvalError::Suite { .. } => 2,
             EvalError::Io { .. } => 4,
         }
