@@ -2,6 +2,7 @@
 //! What a command does is in `commands/`; this file is their table of contents and no library.
 
 mod commands;
+mod documents;
 mod error;
 mod input;
 mod interrupt;
@@ -13,6 +14,7 @@ mod plan;
 mod plot;
 mod proof_logits;
 mod recipe;
+mod reference;
 mod regress;
 mod size;
 
@@ -90,6 +92,8 @@ enum Command {
     Profile(commands::profile::Args),
     /// Print the token ids of texts.
     Tokenize(commands::tokenize::Args),
+    /// Put reports together: tables as Markdown, tables and plots as one page of HTML.
+    Report(commands::report::Args),
     /// Run a regression suite against its committed baselines.
     Regress(commands::regress::Args),
     /// Show the CPU's features and which kernel each kind of layer will use.
@@ -109,6 +113,7 @@ fn run(cli: Cli) -> Result<u8, CliError> {
         Command::Bench(args) => commands::bench::run(args, global),
         Command::Profile(args) => commands::profile::run(args, global),
         Command::Tokenize(args) => commands::tokenize::run(args, global),
+        Command::Report(args) => commands::report::run(args, global),
         Command::Regress(args) => commands::regress::run(args, global),
         Command::Doctor(args) => commands::doctor::run(args, global),
     }

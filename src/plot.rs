@@ -8,6 +8,15 @@ pub struct Series {
     pub name: String,
     /// (x, y).
     pub points: Vec<(f64, f64)>,
+    /// Whether they are dots, and no line.
+    pub dots: bool,
+}
+
+impl Series {
+    /// A line.
+    pub fn line(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
+        Self { name: name.into(), points, dots: false }
+    }
 }
 
 /// Draws losses over steps, as [`curves`].
@@ -41,9 +50,12 @@ pub fn curves(title: &str, [x, y]: [&str; 2], series: &[Series]) -> Option<Strin
         chart.configure_mesh().x_desc(x).y_desc(y).draw().ok()?;
         for (i, s) in series.iter().enumerate() {
             let color = Palette99::pick(i).to_rgba();
-            chart
-                .draw_series(LineSeries::new(s.points.iter().filter(finite).copied(), color.stroke_width(2)))
-                .ok()?
+            let points = s.points.iter().filter(finite).copied();
+            let drawn = match s.dots {
+                true => chart.draw_series(points.map(|p| Circle::new(p, 4, color.filled()))).ok()?,
+                false => chart.draw_series(LineSeries::new(points, color.stroke_width(2))).ok()?,
+            };
+            drawn
                 .label(s.name.clone())
                 .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2)));
         }
@@ -59,7 +71,7 @@ mod tests {
 
     #[test]
     fn draws_every_series_and_leaves_out_what_is_not_finite() {
-        let series = |name: &str, points: &[(f64, f64)]| Series { name: name.into(), points: points.to_vec() };
+        let series = |name: &str, points: &[(f64, f64)]| Series::line(name, points.to_vec());
         let svg = loss_curve(
             "tiny",
             &[series("float", &[(0.0, 5.0), (1.0, f64::NAN), (2.0, 3.0)]), series("qat", &[(2.0, 3.1), (3.0, 3.0)])],

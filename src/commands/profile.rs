@@ -79,7 +79,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     };
     step(&mut pool, &mut sequences, 0, args.prompt_tokens)?;
     for sequence in &mut sequences {
-        pool.truncate(sequence, 0);
+        pool.truncate(sequence, 0)?;
     }
     pool.start_profile();
     step(&mut pool, &mut sequences, 0, args.prompt_tokens)?;

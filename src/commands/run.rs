@@ -83,7 +83,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     }
     let model = args.runtime.load(&checkpoint, global.threads())?;
     let len = limit.min(prompt.len().saturating_add(args.max_tokens));
-    let mut cache = model.new_cache_of(len, args.runtime.kv_type(), args.runtime.sight())?;
+    let mut cache = model.new_cache_of(len, args.runtime.kv_type(), args.runtime.policy()?)?;
     let mut stream = TextStream::new(&tokenizer, stops);
     let (mut text, mut failed, mut ended) = (String::new(), None, false);
     let start = Instant::now();

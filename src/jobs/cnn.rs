@@ -177,7 +177,7 @@ fn draw_curve(start: &Start) -> Result<(), CliError> {
             lines.entry(format!("seed {seed} {phase}")).or_default().push((step, loss));
         }
     }
-    let series: Vec<_> = lines.into_iter().map(|(name, points)| Series { name, points }).collect();
+    let series: Vec<_> = lines.into_iter().map(|(name, points)| Series::line(name, points)).collect();
     if let Some(svg) = loss_curve(&start.recipe.name, &series) {
         write_atomic(&start.out.join(place::CURVE), svg.as_bytes())?;
     }

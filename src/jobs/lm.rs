@@ -181,7 +181,7 @@ fn draw_curve(run: &RunDir, name: &str) -> Result<(), CliError> {
             phases.entry(phase.to_string()).or_default().push((step, loss));
         }
     }
-    let series: Vec<_> = phases.into_iter().map(|(name, points)| Series { name, points }).collect();
+    let series: Vec<_> = phases.into_iter().map(|(name, points)| Series::line(name, points)).collect();
     if let Some(svg) = loss_curve(name, &series) {
         write_atomic(&run.path().join(place::CURVE), svg.as_bytes())?;
     }
@@ -308,7 +308,7 @@ fn evaluate(
         name: "exported",
         bits_per_weight: proof.bits_per_weight,
         forward: Box::new(move |tokens| {
-            cache.truncate(0);
+            cache.truncate(0)?;
             Ok(runtime.forward(tokens, &mut cache, Logits::All)?)
         }),
         eval: TextEval::new(),

@@ -141,9 +141,9 @@ fn graph_export_and_runtime_agree_on_every_architecture() {
                 let model = LlamaRuntime::load(&Checkpoint::open(folder).unwrap(), 2).unwrap();
                 let mut cache = model.new_cache(case.tokens).unwrap();
                 let mut run = |ids: &[u32]| {
-                    cache.truncate(0);
+                    cache.truncate(0).unwrap();
                     let whole = model.forward(ids, &mut cache, Logits::All).unwrap();
-                    cache.truncate(0);
+                    cache.truncate(0).unwrap();
                     let steps = ids.iter().flat_map(|&id| model.forward(&[id], &mut cache, Logits::Last).unwrap());
                     assert!(steps.eq(whole.iter().copied()), "{name} {seed}: token by token");
                     whole

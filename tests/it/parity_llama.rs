@@ -276,7 +276,7 @@ fn training_graph_export_and_runtime_agree_over_seeds_and_schemes() {
             let mut cache = runtime.new_cache(case.tokens).unwrap();
             let got = runtime.forward(sequence, &mut cache, Logits::All).unwrap();
             // Token by token: the same values.
-            cache.truncate(0);
+            cache.truncate(0).unwrap();
             let steps = sequence.iter().flat_map(|&id| runtime.forward(&[id], &mut cache, Logits::Last).unwrap());
             assert!(steps.eq(got.iter().copied()), "seed {seed}: a prompt in one piece and token by token");
             let want = reference.run(sequence);

@@ -57,6 +57,14 @@ pub enum EvalError {
         /// What is wrong; expected and got.
         problem: String,
     },
+    /// A file of a reference's logits is of something else or damaged (exit 3).
+    #[error("logits of the reference: expected {expected}, got {got}")]
+    Logits {
+        /// What they should be of.
+        expected: String,
+        /// What they are of.
+        got: String,
+    },
     /// A suite file is wrong (exit 2).
     #[error("{}: {problem}", .path.display())]
     Suite {
@@ -95,7 +103,8 @@ impl EvalError {
             EvalError::Shape { .. }
             | EvalError::TooFew { .. }
             | EvalError::Baseline { .. }
-            | EvalError::Tasks { .. } => 3,
+            | EvalError::Tasks { .. }
+            | EvalError::Logits { .. } => 3,
             EvalError::Setting { .. } | EvalError::Suite { .. } => 2,
             EvalError::Io { .. } => 4,
         }

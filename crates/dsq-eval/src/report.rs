@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 /// Version of the report's form.
 pub const REPORT_FORMAT: u32 = 1;
 
+/// Metrics that fit side by side on a line.
+const MOST_COLUMNS: usize = 9;
+
 /// One line of a table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
@@ -78,6 +81,21 @@ impl Row {
             .maybe("kl", m.kl.as_ref())
             .maybe("top1_agreement", m.top1_agreement.as_ref())
             .number("tokens", m.tokens as f64)
+    }
+
+    /// Adds what else `dsq eval` tells of a text (`bits_per_byte`, `word_perplexity`, `kl_median`, `kl_p90`, `kl_p99`, `kl_p99_9`,
+    /// `kl_max`, `rms_delta_p`), as far as it was measured.
+    #[must_use]
+    pub fn text_details(self, m: &crate::TextMetrics) -> Self {
+        let row =
+            self.maybe("bits_per_byte", m.bits_per_byte.as_ref()).maybe("word_perplexity", m.word_perplexity.as_ref());
+        let Some(d) = &m.divergence else { return row };
+        row.estimate("kl_median", &d.kl_median)
+            .estimate("kl_p90", &d.kl_p90)
+            .estimate("kl_p99", &d.kl_p99)
+            .estimate("kl_p99_9", &d.kl_p99_9)
+            .number("kl_max", d.kl_max)
+            .estimate("rms_delta_p", &d.rms_delta_p)
     }
 
     /// Adds the metrics of an image evaluation (`top1`, `top1_agreement`, `images`) and its samples.
@@ -148,9 +166,10 @@ impl Report {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The rows as an aligned text table: a column for each metric in the order of first appearance, intervals in
-    /// brackets behind their value, `-` where a row lacks the metric, shares in percent.
-    pub fn table(&self) -> String {
+    /// The cells of a table of the rows, its head first: a column for each metric in the order of first appearance (more than nine: a
+    /// line for each, and a column for each row), intervals in brackets behind their value, `-` where a row lacks the metric, shares
+    /// in percent.
+    pub fn cells(&self) -> Vec<Vec<String>> {
         let mut columns: Vec<&str> = Vec::new();
         for row in &self.rows {
             for key in row.metrics.keys() {
@@ -161,9 +180,7 @@ impl Report {
                 }
             }
         }
-        let mut header = vec![""];
-        header.extend(&columns);
-        let rows: Vec<Vec<String>> = self
+        let mut rows: Vec<Vec<String>> = self
             .rows
             .iter()
             .map(|row| {
@@ -183,7 +200,18 @@ impl Report {
                 std::iter::once(row.name.clone()).chain(columns.iter().map(cell)).collect()
             })
             .collect();
-        table(&header, &rows)
+        rows.insert(0, std::iter::once("").chain(columns.iter().copied()).map(str::to_owned).collect());
+        if columns.len() > MOST_COLUMNS {
+            rows = (0..=columns.len()).map(|c| rows.iter().map(|r| r[c].clone()).collect()).collect();
+        }
+        rows
+    }
+
+    /// The rows as an aligned text table, see [`Report::cells`].
+    pub fn table(&self) -> String {
+        let rows = self.cells();
+        let header: Vec<&str> = rows[0].iter().map(String::as_str).collect();
+        table(&header, &rows[1..])
     }
 }
 
@@ -199,7 +227,9 @@ pub(crate) fn show(metric: &str, value: &Value) -> String {
             None => return other.to_string(),
         },
     };
-    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference") {
+    let of_tasks = metric.starts_with("accuracy") || metric.starts_with("greedy") || metric.ends_with("padding_share");
+    let share = ["top1", "top5", "top1_agreement", "top1_difference", "hit_rate", "rms_delta_p", "agreement"];
+    if of_tasks || share.contains(&metric) {
         return format!("{:.2}%", 100.0 * number);
     }
     significant(number)

@@ -31,6 +31,12 @@ pub enum Samples {
 /// A metric as a function of the blocks it is taken over.
 type Statistic<'a> = Box<dyn Fn(&mut dyn Iterator<Item = usize>) -> f64 + 'a>;
 
+/// Sum over sum of what `of` gives for the blocks.
+pub(crate) fn ratio(ids: &mut dyn Iterator<Item = usize>, of: impl Fn(usize) -> (f64, f64)) -> f64 {
+    let (a, b) = ids.map(of).fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
+    a / b
+}
+
 impl Samples {
     /// Number of blocks.
     pub fn blocks(&self) -> usize {
@@ -73,10 +79,6 @@ impl Samples {
 
     /// The value of `metric` on the given blocks; `None` when these samples do not carry it.
     fn statistic(&self, metric: &str) -> Option<Statistic<'_>> {
-        fn ratio(ids: &mut dyn Iterator<Item = usize>, of: impl Fn(usize) -> (f64, f64)) -> f64 {
-            let (a, b) = ids.map(of).fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
-            a / b
-        }
         match (self, metric) {
             (Samples::Text { tokens, nll, .. }, "perplexity") => {
                 Some(Box::new(move |ids| ratio(ids, |i| (nll[i], f64::from(tokens[i]))).exp()))

@@ -1,18 +1,24 @@
 //! Perplexity, KL divergence and top-1 agreement of a language model on a token sequence. No tokenizer and no model:
 //! logits come from the caller.
 //!
-//! Definitions. The tokens are cut into windows of `context` tokens that do not overlap; the last one may be shorter
-//! and counts when it has at least two tokens. The model sees each window from an empty cache. A window of `L` tokens
-//! predicts its tokens 2 to `L` (`L - 1` predictions; the logits after the last token are not used). Over all
-//! predictions `t`, with logits `z` in f32 and everything else in f64:
+//! Definitions. The tokens of a document are cut into windows of `context` tokens. Without a stride they do not overlap; with one,
+//! each window begins `stride` tokens behind the one before and predicts only what that one did not. The last one may be shorter and
+//! counts when it predicts something. The model sees each window from an empty cache, so its first token is never predicted: a
+//! window of `L` tokens predicts its tokens `from` to `L` (`from` is 2, or where the window before ended; the logits after the last
+//! token are not used). Over all predictions `t`, with logits `z` in f32 and everything else in f64:
 //!
-//! - perplexity `exp(mean(lse(z_t) - z_t[target_t]))`,
-//! - KL `mean(sum_v p_t[v] (log p_t[v] - log q_t[v]))`, `p` the reference's and `q` the model's probabilities, nats,
-//! - top-1 agreement: the share of predictions where both have the same first choice (lowest index at a tie).
+//! - perplexity `exp(mean(lse(z_t) - z_t[target_t]))`, bits per byte `sum(lse(z_t) - z_t[target_t]) / (ln 2 * bytes)`, and perplexity
+//!   by words `exp(sum(...) / words)`, over the text that the predicted tokens spell,
+//! - KL `sum_v p_t[v] (log p_t[v] - log q_t[v])`, `p` the reference's and `q` the model's probabilities, nats: its mean, quantiles
+//!   (the smallest value with that share of predictions at or below it) and maximum,
+//! - top-1 agreement: the share of predictions where both have the same first choice (lowest index at a tie),
+//! - RMS of the change of probability, `sqrt(mean((q_t[target_t] - p_t[target_t])^2))`.
 //!
-//! Intervals: 95% bootstrap over windows ([`crate::bootstrap_interval`]); sums are in the order of the tokens, so the
-//! bits do not depend on the number of threads.
+//! Intervals: 95% bootstrap over blocks ([`crate::bootstrap_interval`]), which are windows, or documents where the caller joins the
+//! windows of one; sums are in the order of the tokens, so the bits do not depend on the number of threads. A maximum has no
+//! interval: the bootstrap says nothing of what was not drawn.
 
+use crate::samples::ratio;
 use crate::{Estimate, EvalError, Samples};
 use rayon::prelude::*;
 
@@ -29,6 +35,12 @@ pub struct TextMetrics {
     pub reference_perplexity: Option<Estimate>,
     /// `perplexity - reference_perplexity` with its paired interval; `None` without a reference.
     pub perplexity_difference: Option<Estimate>,
+    /// More of how far both are apart; `None` without a reference.
+    pub divergence: Option<Divergence>,
+    /// Bits for each byte of the predicted text; `None` where the caller does not know the bytes.
+    pub bits_per_byte: Option<Estimate>,
+    /// Perplexity for each word of the predicted text; `None` where the caller does not know the words.
+    pub word_perplexity: Option<Estimate>,
     /// Number of predictions.
     pub tokens: usize,
     /// The sums per window, for paired comparison with another run.
@@ -37,18 +49,96 @@ pub struct TextMetrics {
     pub reference_samples: Option<Samples>,
 }
 
-/// The windows that [`evaluate_text`] feeds to the model, in order.
+/// How the predictions of a model and of its reference differ, beyond means.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Divergence {
+    /// KL of half the predictions is at most this, in nats.
+    pub kl_median: Estimate,
+    /// Of 90% of them.
+    pub kl_p90: Estimate,
+    /// Of 99% of them.
+    pub kl_p99: Estimate,
+    /// Of 99.9% of them.
+    pub kl_p99_9: Estimate,
+    /// The largest.
+    pub kl_max: f64,
+    /// Root of the mean square by which the probability of the next token changes, 0 to 1.
+    pub rms_delta_p: Estimate,
+    /// How many predictions have a KL in each bin of [`Divergence::bin`].
+    pub histogram: Vec<u32>,
+}
+
+impl Divergence {
+    /// The largest KL, in nats, of a bin of the histogram: four to a decade, from 1e-8 on. The first holds all below, the last all above.
+    pub fn bin(i: usize) -> f64 {
+        10f64.powf(i as f64 / 4.0 - 8.0)
+    }
+
+    /// Number of bins: up to 100 nats.
+    pub const BINS: usize = 41;
+}
+
+/// A window of text, what of it is predicted, and the block that it belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window<'a> {
+    /// The tokens that the model sees.
+    pub tokens: &'a [u32],
+    /// The first token that is predicted, at least 1.
+    pub from: usize,
+    /// Whether it belongs to the block of the window before it.
+    pub joins: bool,
+    /// Bytes of the text that the predicted tokens spell; 0 for all windows where that is not known.
+    pub bytes: u32,
+    /// Words that begin in that text.
+    pub words: u32,
+}
+
+impl<'a> Window<'a> {
+    /// A block of its own that predicts all but its first token.
+    pub fn of(tokens: &'a [u32]) -> Self {
+        Self { tokens, from: 1, joins: false, bytes: 0, words: 0 }
+    }
+}
+
+/// The windows of a document of `len` tokens: the place of each, and of the first token that it predicts. A window begins `stride`
+/// tokens behind the one before; `stride = context` gives windows that do not overlap.
+///
+/// # Errors
+/// [`EvalError::Setting`] for a context below 2 and a stride that is not between 1 and the context.
+pub fn strided(
+    len: usize,
+    context: usize,
+    stride: usize,
+) -> Result<impl Iterator<Item = (std::ops::Range<usize>, usize)> + Clone, EvalError> {
+    if context < 2 {
+        return Err(EvalError::Setting { field: "context", expected: "at least 2 tokens", got: context.to_string() });
+    }
+    if stride == 0 || stride > context {
+        return Err(EvalError::Setting {
+            field: "stride",
+            expected: "1 token to the context",
+            got: stride.to_string(),
+        });
+    }
+    let mut before = 0;
+    Ok((0..len).step_by(stride).filter_map(move |start| {
+        let end = len.min(start + context);
+        let from = before.max(start + 1);
+        let more = from < end;
+        before = before.max(end);
+        more.then_some((start..end, from - start))
+    }))
+}
+
+/// The windows that [`evaluate_text`] feeds to the model, in order: they do not overlap.
 ///
 /// # Errors
 /// [`EvalError::Setting`] for a context below 2, [`EvalError::TooFew`] for fewer than 2 tokens.
 pub fn windows(tokens: &[u32], context: usize) -> Result<impl Iterator<Item = &[u32]> + Clone, EvalError> {
-    if context < 2 {
-        return Err(EvalError::Setting { field: "context", expected: "at least 2 tokens", got: context.to_string() });
-    }
     if tokens.len() < 2 {
         return Err(EvalError::TooFew { what: "tokens of held-out text", least: 2, got: tokens.len() });
     }
-    Ok(tokens.chunks(context).filter(|w| w.len() >= 2))
+    Ok(strided(tokens.len(), context, context)?.map(|(place, _)| &tokens[place]))
 }
 
 /// Collects windows one by one; for callers that batch, cache logits or show progress.
@@ -59,6 +149,13 @@ pub struct TextEval {
     kl: Vec<f64>,
     agree: Vec<u32>,
     reference_nll: Vec<f64>,
+    /// Bytes and words of the predicted text.
+    bytes: Vec<u32>,
+    words: Vec<u32>,
+    /// Sums of squared changes of probability.
+    delta: Vec<f64>,
+    /// KL of each prediction and its block.
+    each: Vec<(f64, u32)>,
     fed: usize,
 }
 
@@ -68,6 +165,8 @@ struct Prediction {
     reference_nll: f64,
     kl: f64,
     agree: bool,
+    /// Change of the target's probability.
+    delta: f64,
 }
 
 impl TextEval {
@@ -76,16 +175,27 @@ impl TextEval {
         Self::default()
     }
 
-    /// Adds one window: its tokens `[L]`, the model's logits `[L, vocab]` (row major) and the reference's, of the
+    /// Adds a block of one window, [`Window::of`]; see [`TextEval::add`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn window(&mut self, tokens: &[u32], logits: &[f32], reference: Option<&[f32]>) -> Result<(), EvalError> {
+        self.add(&Window::of(tokens), logits, reference)
+    }
+
+    /// Adds one window of `L` tokens: the model's logits `[L, vocab]` (row major) and the reference's, of the
     /// same shape. All windows have a reference, or none.
     ///
     /// # Errors
     /// [`EvalError::Shape`] for wrong lengths, a token outside the vocabulary or a reference that comes and goes;
     /// [`EvalError::NonFinite`] for NaN or infinite logits. Nothing is added then.
-    pub fn window(&mut self, tokens: &[u32], logits: &[f32], reference: Option<&[f32]>) -> Result<(), EvalError> {
-        let len = tokens.len();
+    pub fn add(&mut self, window: &Window<'_>, logits: &[f32], reference: Option<&[f32]>) -> Result<(), EvalError> {
+        let (tokens, len) = (window.tokens, window.tokens.len());
         if len < 2 {
             return Err(EvalError::TooFew { what: "tokens in a window", least: 2, got: len });
+        }
+        if window.from == 0 || window.from >= len {
+            return Err(shape("the first predicted token", format!("1 to {} in the window", len - 1), window.from));
         }
         let vocab = logits.len() / len;
         if vocab == 0 || vocab * len != logits.len() {
@@ -96,7 +206,7 @@ impl TextEval {
         {
             return Err(shape("logits of the reference", format!("{len} x {vocab} values, as the model"), r.len()));
         }
-        if !self.tokens.is_empty() && reference.is_some() == self.kl.is_empty() {
+        if !self.tokens.is_empty() && reference.is_some() == self.each.is_empty() {
             return Err(shape("reference", "one for every window or for none".into(), "one for some"));
         }
         if let Some((i, &t)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= vocab) {
@@ -106,30 +216,46 @@ impl TextEval {
             debug_assert!(x.len() >= (i + 1) * vocab);
             i * vocab..(i + 1) * vocab
         };
-        let predictions: Vec<Prediction> = (0..len - 1)
+        let predictions: Vec<Prediction> = (window.from - 1..len - 1)
             .into_par_iter()
             .map(|i| {
                 let target = tokens[i + 1] as usize;
                 let m = Distribution::new(&logits[row(logits, i)], "model", self.fed + i)?;
                 let Some(reference) = reference else {
-                    return Ok(Prediction { nll: m.nll(target), reference_nll: 0.0, kl: 0.0, agree: false });
+                    let nll = m.nll(target);
+                    return Ok(Prediction { nll, reference_nll: 0.0, kl: 0.0, agree: false, delta: 0.0 });
                 };
                 let r = Distribution::new(&reference[row(reference, i)], "reference", self.fed + i)?;
+                let (nll, reference_nll) = (m.nll(target), r.nll(target));
                 Ok(Prediction {
-                    nll: m.nll(target),
-                    reference_nll: r.nll(target),
+                    nll,
+                    reference_nll,
                     kl: r.kl_to(&m),
                     agree: r.first == m.first,
+                    delta: (-nll).exp() - (-reference_nll).exp(),
                 })
             })
             .collect::<Result<_, EvalError>>()?;
         self.fed += len;
-        self.tokens.push(predictions.len() as u32);
-        self.nll.push(predictions.iter().map(|p| p.nll).sum());
+        if !window.joins || self.tokens.is_empty() {
+            for sums in [&mut self.tokens, &mut self.agree, &mut self.bytes, &mut self.words] {
+                sums.push(0);
+            }
+            for sums in [&mut self.nll, &mut self.kl, &mut self.reference_nll, &mut self.delta] {
+                sums.push(0.0);
+            }
+        }
+        let block = self.tokens.len() - 1;
+        self.tokens[block] += predictions.len() as u32;
+        self.bytes[block] += window.bytes;
+        self.words[block] += window.words;
+        self.nll[block] += predictions.iter().map(|p| p.nll).sum::<f64>();
         if reference.is_some() {
-            self.kl.push(predictions.iter().map(|p| p.kl).sum());
-            self.agree.push(predictions.iter().map(|p| u32::from(p.agree)).sum());
-            self.reference_nll.push(predictions.iter().map(|p| p.reference_nll).sum());
+            self.kl[block] += predictions.iter().map(|p| p.kl).sum::<f64>();
+            self.agree[block] += predictions.iter().map(|p| u32::from(p.agree)).sum::<u32>();
+            self.reference_nll[block] += predictions.iter().map(|p| p.reference_nll).sum::<f64>();
+            self.delta[block] += predictions.iter().map(|p| p.delta * p.delta).sum::<f64>();
+            self.each.extend(predictions.iter().map(|p| (p.kl, block as u32)));
         }
         Ok(())
     }
@@ -146,13 +272,22 @@ impl TextEval {
     /// [`EvalError::TooFew`] when there was no window.
     pub fn finish(self) -> Result<TextMetrics, EvalError> {
         let count = self.tokens.iter().map(|&t| t as usize).sum();
-        let reference_samples = (!self.kl.is_empty()).then(|| Samples::Text {
+        let compared = !self.each.is_empty();
+        let divergence = compared.then(|| self.divergence());
+        let per = |of: &[u32], unit: fn(f64) -> f64| {
+            let known = of.iter().any(|n| *n > 0);
+            known.then(|| Estimate::of_blocks(of.len(), |ids| unit(ratio(ids, |i| (self.nll[i], f64::from(of[i]))))))
+        };
+        let bits_per_byte = per(&self.bytes, |nats| nats / std::f64::consts::LN_2);
+        let word_perplexity = per(&self.words, f64::exp);
+        let reference_samples = compared.then(|| Samples::Text {
             tokens: self.tokens.clone(),
             nll: self.reference_nll,
             kl: Vec::new(),
             agree: Vec::new(),
         });
-        let samples = Samples::Text { tokens: self.tokens, nll: self.nll, kl: self.kl, agree: self.agree };
+        let (kl, agree) = if compared { (self.kl, self.agree) } else { (Vec::new(), Vec::new()) };
+        let samples = Samples::Text { tokens: self.tokens, nll: self.nll, kl, agree };
         let perplexity = samples.estimate("perplexity").filter(|_| count > 0).ok_or(EvalError::TooFew {
             what: "windows of held-out text",
             least: 1,
@@ -164,10 +299,51 @@ impl TextEval {
             top1_agreement: samples.estimate("top1_agreement"),
             reference_perplexity: reference_samples.as_ref().and_then(|r| r.estimate("perplexity")),
             perplexity_difference: reference_samples.as_ref().and_then(|r| samples.paired_difference(r, "perplexity")),
+            divergence,
+            bits_per_byte,
+            word_perplexity,
             tokens: count,
             samples,
             reference_samples,
         })
+    }
+
+    /// Quantiles of KL and the change of probability. A resample weighs each prediction by how often its block was drawn.
+    fn divergence(&self) -> Divergence {
+        let mut sorted = self.each.clone();
+        sorted.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let blocks = self.tokens.len();
+        let quantile = |q: f64| {
+            Estimate::of_blocks(blocks, |ids| {
+                let (mut times, mut all) = (vec![0u32; blocks], 0.0);
+                for i in ids {
+                    times[i] += 1;
+                    all += f64::from(self.tokens[i]);
+                }
+                let mut below = 0.0;
+                let at = sorted.iter().find(|(_, block)| {
+                    below += f64::from(times[*block as usize]);
+                    below >= q * all && times[*block as usize] > 0
+                });
+                at.or(sorted.last()).map_or(f64::NAN, |(kl, _)| *kl)
+            })
+        };
+        let mut histogram = vec![0; Divergence::BINS];
+        for (kl, _) in &sorted {
+            let bin = (0..Divergence::BINS - 1).find(|&i| *kl <= Divergence::bin(i)).unwrap_or(Divergence::BINS - 1);
+            histogram[bin] += 1;
+        }
+        let rms =
+            |ids: &mut dyn Iterator<Item = usize>| ratio(ids, |i| (self.delta[i], f64::from(self.tokens[i]))).sqrt();
+        Divergence {
+            kl_median: quantile(0.5),
+            kl_p90: quantile(0.9),
+            kl_p99: quantile(0.99),
+            kl_p99_9: quantile(0.999),
+            kl_max: sorted.last().map_or(f64::NAN, |(kl, _)| *kl),
+            rms_delta_p: Estimate::of_blocks(blocks, rms),
+            histogram,
+        }
     }
 }
 
@@ -279,6 +455,80 @@ mod tests {
         assert_eq!(lens, [4, 4]);
         assert!(matches!(windows(&tokens, 1).map(|_| ()), Err(EvalError::Setting { field: "context", .. })));
         assert!(matches!(windows(&tokens[..1], 4).map(|_| ()), Err(EvalError::TooFew { got: 1, .. })));
+    }
+
+    #[test]
+    fn a_stride_predicts_every_token_but_the_first_once() {
+        for (len, context, stride) in
+            [(10, 4, 2), (9, 4, 4), (11, 5, 3), (7, 8, 1), (6, 2, 1), (1, 4, 2), (0, 4, 4), (9, 4, 1)]
+        {
+            let mut predicted = Vec::new();
+            for (place, from) in strided(len, context, stride).unwrap() {
+                assert!(place.len() <= context && place.end <= len && place.start % stride == 0);
+                predicted.extend(place.start + from..place.end);
+                assert!(
+                    place.start == 0 || from + stride >= context || stride == context,
+                    "as much context as there is"
+                );
+            }
+            let expected: Vec<usize> = (1..len).filter(|i| stride < context || i % context != 0).collect();
+            assert_eq!(predicted, expected, "{len} {context} {stride}");
+        }
+        for stride in [0, 5] {
+            assert!(matches!(strided(9, 4, stride).map(|_| ()), Err(EvalError::Setting { field: "stride", .. })));
+        }
+    }
+
+    #[test]
+    fn joined_windows_are_one_block_and_bytes_and_words_divide_the_same_sum() {
+        let (tokens, logits) = ([0u32, 1, 2, 3], noise(4 * 5, 3));
+        let mut eval = TextEval::new();
+        let window = |from, joins, bytes, words| Window { tokens: &tokens, from, joins, bytes, words };
+        eval.add(&window(1, false, 7, 2), &logits, None).unwrap();
+        eval.add(&window(3, true, 4, 1), &logits, None).unwrap();
+        eval.add(&window(2, false, 5, 1), &logits, None).unwrap();
+        let got = eval.finish().unwrap();
+        let Samples::Text { tokens: counts, nll, kl, .. } = &got.samples else { unreachable!() };
+        assert_eq!((&counts[..], nll.len(), kl.len(), got.tokens), (&[4u32, 2][..], 2, 0, 6));
+        let all: f64 = nll.iter().sum();
+        assert!((got.bits_per_byte.unwrap().value - all / 16.0 / 2f64.ln()).abs() < 1e-12);
+        assert!((got.word_perplexity.unwrap().value - (all / 4.0).exp()).abs() < 1e-9);
+        assert!(got.divergence.is_none());
+        for from in [0, 4] {
+            let e = TextEval::new().add(&window(from, false, 0, 0), &logits, None).unwrap_err().to_string();
+            assert!(e.contains("1 to 3 in the window"), "{e}");
+        }
+    }
+
+    #[test]
+    fn quantiles_of_kl_and_the_change_of_probability() {
+        // 200 windows of one prediction: the model is the reference with one logit raised by i/100.
+        let mut eval = TextEval::new();
+        let (mut kls, mut squares) = (Vec::new(), 0.0);
+        for i in 0..200 {
+            let raised = i as f32 / 100.0;
+            let (model, reference) = ([raised, 0.0, 0.0, 0.0], [0.0f32; 4]);
+            eval.window(&[1, 0], &model, Some(&reference)).unwrap();
+            // Vocabulary 2: p = (1/2, 1/2), q_0 = e^r / (1 + e^r); KL = -ln 2 - (ln q_0 + ln q_1) / 2.
+            let (r, q) = (f64::from(raised), 1.0 / (1.0 + (-f64::from(raised)).exp()));
+            kls.push((1.0 + r.exp()).ln() - r / 2.0 - 2f64.ln());
+            squares += (q - 0.5).powi(2);
+        }
+        let d = eval.finish().unwrap().divergence.unwrap();
+        assert_eq!(d.histogram.iter().sum::<u32>(), 200);
+        // KL of up to 0.1 nats and more than 0.056: bin 28.
+        let held = kls.iter().filter(|k| **k > Divergence::bin(27) && **k <= Divergence::bin(28)).count();
+        assert!((Divergence::bin(28) - 0.1).abs() < 1e-15 && held > 10 && d.histogram[28] as usize == held, "{d:?}");
+        for (got, at) in [(d.kl_median, 99), (d.kl_p90, 179), (d.kl_p99, 197), (d.kl_p99_9, 199)] {
+            assert!(
+                (got.value - kls[at]).abs() < 1e-7 && got.low <= got.value && got.value <= got.high,
+                "{at} {got:?}"
+            );
+        }
+        // The median of 200 independent draws: ranks 100 +- 1.96 * sqrt(50), give or take two for the bootstrap's own noise.
+        let rank = |x: f64| kls.iter().filter(|k| **k < x - 1e-12).count() as f64;
+        assert!((rank(d.kl_median.low) - 86.0).abs() < 4.0 && (rank(d.kl_median.high) - 113.0).abs() < 4.0, "{d:?}");
+        assert!((d.kl_max - kls[199]).abs() < 1e-7 && (d.rms_delta_p.value - (squares / 200.0).sqrt()).abs() < 1e-7);
     }
 
     #[test]

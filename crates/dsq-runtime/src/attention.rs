@@ -4,11 +4,11 @@
 //! Of latent attention the cache holds keys and values of all heads, as of any other: a token's latent is expanded once, when it
 //! comes in. That is `heads * (qk + value)` numbers a position where the latent and its rotated key are `kv_rank + rope`.
 
-use crate::RuntimeError;
-use crate::cache::{KvType, Scratch, Sight};
+use crate::cache::{KvType, Scratch};
 use crate::llama::{Part, add_bias, product};
 use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
+use crate::{KvPolicy, RuntimeError};
 use dsq_checkpoint::{Checkpoint, LATENT_NORM_EPS, Latent as Shape, LlamaConfig};
 use dsq_kernels::attention::{KvFormat, PagedLayer, Queries, attend};
 use dsq_kernels::elementwise::rms_norm;
@@ -69,7 +69,7 @@ pub(crate) fn widths(c: &LlamaConfig) -> [usize; 4] {
 }
 
 /// The cache of a layer, of so many blocks.
-pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, blocks: usize, kv: KvType, sight: Sight) -> PagedLayer {
+pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, blocks: usize, kv: KvType, policy: KvPolicy) -> PagedLayer {
     let format = layer.kv.map_or(kv.format(), KvFormat::Codes);
     let cache = match &c.latent {
         None => {
@@ -81,10 +81,11 @@ pub(crate) fn new_cache(c: &LlamaConfig, layer: &Attention, blocks: usize, kv: K
             PagedLayer::new(blocks, c.num_attention_heads, [a.qk(), a.value], scale, format)
         }
     };
-    // A window of the model's own has no sinks: the model was trained without what lies before it.
-    let sinks = if layer.window.is_none() && sight.window.is_some() { sight.sinks } else { 0 };
-    let window = layer.window.into_iter().chain(sight.window).min();
-    cache.windowed(window).with_sinks(sinks)
+    match (policy, layer.window) {
+        (KvPolicy::Window { sinks, window }, None) => cache.windowed(Some(window)).with_sinks(sinks),
+        (KvPolicy::Window { window, .. }, Some(own)) => cache.windowed(Some(window.min(own))),
+        (KvPolicy::Full | KvPolicy::Entropy { .. }, own) => cache.windowed(own),
+    }
 }
 
 impl Attention {

@@ -2,10 +2,13 @@
 //! blocks by number and may share full ones. Not the kernels that read them (see `dsq_kernels::attention`), not which sequence
 //! gets blocks when (see `engine.rs`).
 
+use crate::llama::PREFILL;
 use crate::profile::{Clock, Op};
+use crate::prune::{PERIOD, Slots};
 use crate::rope::RopeTable;
-use crate::{LlamaRuntime, RuntimeError};
+use crate::{KvPolicy, LlamaRuntime, RuntimeError};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
+use std::ops::Range;
 use std::time::Duration;
 
 /// How a model's keys and values are held where its checkpoint says nothing (a checkpoint's own grids always hold).
@@ -27,14 +30,8 @@ impl KvType {
     }
 }
 
-/// Which positions a token sees, beyond the model's own windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Sight {
-    /// The first positions, which stay visible (attention sinks, arXiv:2309.17453). Without a window all are.
-    pub sinks: usize,
-    /// The last positions, its own among them; `None`: all.
-    pub window: Option<usize>,
-}
+/// In a table, the place of a block that was given back.
+pub(crate) const LOST: u32 = u32::MAX;
 
 /// Keys and values of all sequences of a model, allocated once by [`LlamaRuntime::new_pool`].
 #[derive(Debug)]
@@ -43,6 +40,7 @@ pub struct KvPool {
     pub(crate) rope: RopeTable,
     /// Positions of the longest sequence.
     pub(crate) longest: usize,
+    policy: KvPolicy,
     pub(crate) scratch: Scratch,
     /// Blocks that nobody has; the next one is the last.
     free: Vec<u32>,
@@ -56,6 +54,8 @@ pub struct KvPool {
 pub struct Sequence {
     pub(crate) table: Vec<u32>,
     pub(crate) len: usize,
+    /// Under a policy that prunes: what lies where. Else the place of a position is the position.
+    pub(crate) slots: Option<Box<Slots>>,
 }
 
 impl Sequence {
@@ -69,16 +69,27 @@ impl Sequence {
         self.len == 0
     }
 
-    /// Its blocks, in the order of the positions.
+    /// Places in its blocks that are filled.
+    fn filled(&self) -> usize {
+        self.slots.as_ref().map_or(self.len, |s| s.most())
+    }
+
+    /// Its blocks, in the order of the positions; `u32::MAX` for one that was given back.
     pub fn blocks(&self) -> &[u32] {
         &self.table
     }
 }
 
 impl KvPool {
-    pub(crate) fn new(layers: Vec<PagedLayer>, rope: RopeTable, longest: usize, blocks: usize) -> Self {
+    pub(crate) fn new(
+        layers: Vec<PagedLayer>,
+        rope: RopeTable,
+        longest: usize,
+        blocks: usize,
+        policy: KvPolicy,
+    ) -> Self {
         let free = (0..blocks as u32).rev().collect();
-        Self { layers, rope, longest, scratch: Scratch::default(), free, users: vec![0; blocks] }
+        Self { layers, rope, longest, policy, scratch: Scratch::default(), free, users: vec![0; blocks] }
     }
 
     /// Positions of a block.
@@ -99,6 +110,11 @@ impl KvPool {
     /// Positions of the longest sequence.
     pub fn longest(&self) -> usize {
         self.longest
+    }
+
+    /// What sequences keep.
+    pub fn policy(&self) -> KvPolicy {
+        self.policy
     }
 
     /// Bytes held in memory.
@@ -126,11 +142,12 @@ impl KvPool {
         }
     }
 
-    /// Bytes that a decoded token reads of a sequence of which `positions` are filled: keys and values of all layers, as far as it
-    /// sees.
+    /// Bytes that a decoded token reads of a sequence of `positions`: keys and values of all layers, as far as it sees; under a policy
+    /// that prunes on average between two prunings.
     pub fn bytes_read(&self, positions: f64) -> f64 {
         let of = |l: &PagedLayer| {
-            let seen = l.window().map_or(positions, |w| positions.min((w + l.sinks()) as f64));
+            let kept = self.policy.budget().map(|b| b.budget + PERIOD / 2);
+            let seen = l.window().map(|w| w + l.sinks()).or(kept).map_or(positions, |w| positions.min(w as f64));
             l.block_bytes() as f64 / BLOCK as f64 * seen
         };
         self.layers.iter().map(of).sum()
@@ -138,12 +155,13 @@ impl KvPool {
 
     /// An empty sequence.
     pub fn new_sequence(&self) -> Sequence {
-        Sequence { table: Vec::with_capacity(self.longest.div_ceil(BLOCK)), len: 0 }
+        Sequence { table: Vec::with_capacity(self.longest.div_ceil(BLOCK)), len: 0, slots: None }
     }
 
     /// Blocks that `sequence` lacks for `len` positions.
     pub fn lacking(&self, sequence: &Sequence, len: usize) -> usize {
-        len.div_ceil(BLOCK).saturating_sub(sequence.table.len())
+        let places = self.policy.peak(sequence.filled(), sequence.len, len);
+        places.div_ceil(BLOCK).saturating_sub(sequence.table.len())
     }
 
     /// Gives `sequence` the blocks of `len` positions, or changes nothing and says false.
@@ -161,9 +179,13 @@ impl KvPool {
     }
 
     /// A sequence with the first `len` positions of another: its full blocks are shared, the rest of a block is copied. What both
-    /// then append is their own. `None` where a block for the copy is lacking.
+    /// then append is their own. `None` where a block for the copy is lacking, and where the other has given back what a token
+    /// behind those positions sees, and of some positions under a policy that prunes.
     pub fn fork(&mut self, of: &Sequence, len: usize) -> Option<Sequence> {
         let len = len.min(of.len);
+        if !self.holds(of, len) || (len > 0 && !self.policy.shares()) {
+            return None;
+        }
         let full = len / BLOCK;
         let mut sequence = self.share(&of.table[..full]);
         if !len.is_multiple_of(BLOCK) {
@@ -179,15 +201,61 @@ impl KvPool {
         Some(sequence)
     }
 
-    /// A sequence that begins with full blocks of others.
+    /// A sequence that begins with full blocks of others. It keeps those of them that the policy keeps; under one that prunes it is empty.
     pub fn share(&mut self, blocks: &[u32]) -> Sequence {
         let mut sequence = self.new_sequence();
+        let blocks = if self.policy.shares() { blocks } else { &[] };
         for &block in blocks {
-            self.retain(block);
+            if block != LOST {
+                self.retain(block);
+            }
             sequence.table.push(block);
         }
         sequence.len = blocks.len() * BLOCK;
+        self.settle(&mut sequence);
         sequence
+    }
+
+    /// Gives back the blocks of which no later token of the sequence sees a position, and those behind what is held.
+    pub(crate) fn settle(&mut self, sequence: &mut Sequence) {
+        if sequence.slots.is_some() {
+            self.trim(sequence);
+        }
+        for at in self.hidden(sequence.len).rev() {
+            let block = std::mem::replace(&mut sequence.table[at], LOST);
+            if block == LOST {
+                // All before it are lost, too.
+                break;
+            }
+            self.drop_block(block);
+        }
+    }
+
+    /// The blocks of which no token from position `len` on sees a position, in any layer.
+    fn hidden(&self, len: usize) -> Range<usize> {
+        if !matches!(self.policy, KvPolicy::Window { .. }) {
+            return 0..0;
+        }
+        let window = self.layers.iter().map(|l| l.window().unwrap_or(usize::MAX)).max().unwrap_or(usize::MAX);
+        let sinks = self.layers.iter().map(PagedLayer::sinks).max().unwrap_or(0);
+        let end = (len + 1).saturating_sub(window) / BLOCK;
+        sinks.div_ceil(BLOCK).min(end)..end
+    }
+
+    /// Whether the first `len` positions of a sequence are there, as far as a token behind them sees them.
+    fn holds(&self, sequence: &Sequence, len: usize) -> bool {
+        if sequence.slots.is_some() {
+            return len == 0 || len == sequence.len;
+        }
+        let hidden = self.hidden(len);
+        let mut blocks = sequence.table[..len.div_ceil(BLOCK)].iter().enumerate();
+        blocks.all(|(at, &block)| block != LOST || hidden.contains(&at))
+    }
+
+    fn give_back(&mut self, block: u32) {
+        if block != LOST {
+            self.drop_block(block);
+        }
     }
 
     /// Keeps a block that a sequence has, beyond the sequence; to be undone by [`KvPool::drop_block`].
@@ -211,14 +279,44 @@ impl KvPool {
 
     /// Forgets all positions of a sequence from `len` on and gives back the blocks that it then does not need. A block that it
     /// shares with others and would write into is copied first; where there is none for the copy, `len` becomes the start of the
-    /// block, whose positions have to be computed again.
-    pub fn truncate(&mut self, sequence: &mut Sequence, len: usize) {
-        sequence.len = sequence.len.min(len);
-        while sequence.table.len() > sequence.len.div_ceil(BLOCK) {
+    /// block, whose positions have to be computed again, or 0 where what they see was given back.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Input`] where what a token behind the shorter sequence sees was given back; the sequence stays as it was. To
+    /// length 0 all can be cut.
+    pub fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), RuntimeError> {
+        let (len, got) = (len.min(sequence.len), sequence.len);
+        if !self.holds(sequence, len) {
+            let name = self.policy.name();
+            return Err(RuntimeError::Input {
+                what: "KV cache",
+                problem: format!(
+                    "cut from {got} to {len} positions: expected what the next token sees, which the policy {name} has given back"
+                ),
+            });
+        }
+        self.cut(sequence, len);
+        if !self.holds(sequence, sequence.len) {
+            self.cut(sequence, 0);
+        }
+        Ok(())
+    }
+
+    fn trim(&mut self, sequence: &mut Sequence) {
+        while sequence.table.len() > sequence.filled().div_ceil(BLOCK) {
             if let Some(block) = sequence.table.pop() {
-                self.drop_block(block);
+                self.give_back(block);
             }
         }
+    }
+
+    /// As [`KvPool::truncate`] of a sequence that holds what is needed; of one that is pruned, also to a length from which on nothing was observed.
+    pub(crate) fn cut(&mut self, sequence: &mut Sequence, len: usize) {
+        sequence.len = sequence.len.min(len);
+        if let Some(slots) = &mut sequence.slots {
+            slots.cut(sequence.len);
+        }
+        self.trim(sequence);
         let Some(&last) = sequence.table.last() else { return };
         if sequence.len.is_multiple_of(BLOCK) || self.users(last) == 1 {
             return;
@@ -239,7 +337,7 @@ impl KvPool {
     /// Takes the blocks of a sequence back.
     pub fn release(&mut self, mut sequence: Sequence) {
         for block in sequence.table.drain(..) {
-            self.drop_block(block);
+            self.give_back(block);
         }
     }
 }
@@ -253,8 +351,9 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, sight: Sight) -> Result<Self, RuntimeError> {
-        let pool = model.new_pool(tokens.next_multiple_of(BLOCK), tokens, kv, sight)?;
+    pub(crate) fn new(model: &LlamaRuntime, tokens: usize, kv: KvType, policy: KvPolicy) -> Result<Self, RuntimeError> {
+        policy.check_model(model.config())?;
+        let pool = model.new_pool(policy.blocks(tokens, PREFILL) * BLOCK, tokens, kv, policy)?;
         let sequence = pool.new_sequence();
         Ok(Self { pool, sequence, capacity: tokens })
     }
@@ -274,9 +373,17 @@ impl KvCache {
         self.capacity
     }
 
+    /// What it keeps.
+    pub fn policy(&self) -> KvPolicy {
+        self.pool.policy
+    }
+
     /// Forgets all positions from `len` on; 0 starts a new sequence. What remains gives the same bits as a fresh run.
-    pub fn truncate(&mut self, len: usize) {
-        self.pool.truncate(&mut self.sequence, len);
+    ///
+    /// # Errors
+    /// As [`KvPool::truncate`]; none for 0.
+    pub fn truncate(&mut self, len: usize) -> Result<(), RuntimeError> {
+        self.pool.truncate(&mut self.sequence, len)
     }
 
     /// Bytes held in memory.

@@ -189,14 +189,15 @@ impl<'m> Engine<'m> {
     /// An engine. Without a tokenizer it makes tokens alone: no text, no stop strings, every id may be chosen.
     ///
     /// # Errors
-    /// [`RuntimeError::Input`] for settings of zero and for a pool without blocks.
+    /// [`RuntimeError::Input`] for settings of zero, for a pool without blocks, and for shared prefixes where the pool's policy prunes.
     pub fn new(
         model: &'m LlamaRuntime,
         tokenizer: Option<&'m TextTokenizer>,
         pool: KvPool,
         settings: EngineSettings,
     ) -> Result<Self, RuntimeError> {
-        let capacity = pool.longest().min(pool.blocks() * KvPool::block_len());
+        let fits = pool.policy().blocks(pool.longest(), settings.step_tokens) <= pool.blocks();
+        let capacity = if fits { pool.longest() } else { pool.longest().min(pool.blocks() * KvPool::block_len()) };
         for (what, value) in [
             ("sequences", settings.sequences),
             ("tokens of a step", settings.step_tokens),
@@ -205,6 +206,10 @@ impl<'m> Engine<'m> {
             if value == 0 {
                 return Err(RuntimeError::Input { what, problem: "expected at least 1, got 0".into() });
             }
+        }
+        if settings.share_prefixes && !pool.policy().shares() {
+            let problem = format!("expected false under the KV policy {}, got true", pool.policy().name());
+            return Err(RuntimeError::Input { what: "share_prefixes", problem });
         }
         let vocabulary = tokenizer.map_or(usize::MAX, TextTokenizer::vocab_size).min(model.config().vocab_size);
         let prefixes = Prefixes::new(pool.blocks());
@@ -327,7 +332,7 @@ impl<'m> Engine<'m> {
         if self.forward(all.clone()).is_ok() {
             self.choose(all, out);
         } else {
-            // Someone's numbers broke the whole step, which changed nothing: each goes alone.
+            // Someone's numbers broke the whole step, which changed nothing, or emptied sequences that are pruned: each goes alone.
             for i in all {
                 if self.running[i].planned == 0 {
                     continue;
@@ -412,7 +417,8 @@ impl<'m> Engine<'m> {
             job.sequence = self.pool.new_sequence();
         }
         let len = (job.tokens.len() + 1).min(self.capacity);
-        if self.pool.lacking(&job.sequence, len) > self.pool.free_blocks() + self.prefixes.idle(&self.pool) {
+        let bound = self.pool.policy().blocks(len, self.settings.step_tokens);
+        if self.pool.lacking(&job.sequence, len).min(bound) > self.pool.free_blocks() + self.prefixes.idle(&self.pool) {
             self.free(&mut job);
             return Err(Box::new(job));
         }

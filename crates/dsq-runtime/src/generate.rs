@@ -44,7 +44,7 @@ pub fn generate(
         let of = "positions of the context";
         return Err(RuntimeError::TooLong { what: "prompt", limit: cache.capacity(), of, got: prompt.len() });
     }
-    cache.truncate(0);
+    cache.truncate(0)?;
     let known = vocabulary.min(model.config().vocab_size);
     let mut tokens = Vec::new();
     sampler.observe(prompt);

@@ -4,12 +4,13 @@
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
 //! sequence was cut into calls, nor on the sequences beside it (see the orders in `dsq-kernels`).
 
-use crate::RuntimeError;
 use crate::attention::{self, Attention};
-use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence, Sight};
+use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence};
 use crate::feed_forward::{FeedForward, Room};
 use crate::profile::Op;
+use crate::prune::{PERIOD, Slots, next_pruning};
 use crate::rope::RopeTable;
+use crate::{KvPolicy, RuntimeError};
 use dsq_checkpoint::{Checkpoint, Dtype, LinearWeight, LlamaConfig, ModelConfig, RopeScaling};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer, Queries};
 use dsq_kernels::elementwise::{add, add_rms_norm, rms_norm};
@@ -132,6 +133,15 @@ impl LlamaRuntime {
         Ok(llama_config(model)?.max_position_embeddings)
     }
 
+    /// Whether a language model can run under a policy, before any weight is read.
+    ///
+    /// # Errors
+    /// As [`KvPolicy::check`]; [`RuntimeError::Input`] for entropy on a model with windows of its own; [`RuntimeError::Model`] for
+    /// another architecture.
+    pub fn check_policy(model: &Checkpoint, policy: KvPolicy) -> Result<(), RuntimeError> {
+        policy.check_model(llama_config(model)?)
+    }
+
     /// The architecture.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
@@ -139,6 +149,21 @@ impl LlamaRuntime {
 
     pub(crate) fn layers(&self) -> &[Layer] {
         &self.layers
+    }
+
+    /// Width of the widest feed-forward block.
+    pub(crate) fn widest(&self) -> usize {
+        self.widest
+    }
+
+    /// Rows of the embedding, one for each token.
+    pub(crate) fn embed(&self, tokens: &[u32], hidden: &mut [f32]) {
+        embed(&self.embedding, tokens, hidden);
+    }
+
+    /// Runs `work` on the model's threads.
+    pub(crate) fn enter<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.team.enter(work)
     }
 
     /// The matrix of the logits, and how its input is quantized.
@@ -156,23 +181,30 @@ impl LlamaRuntime {
     /// # Errors
     /// [`RuntimeError::TooLong`] beyond `max_position_embeddings`.
     pub fn new_cache(&self, tokens: usize) -> Result<KvCache, RuntimeError> {
-        self.new_cache_of(tokens, KvType::F32, Sight::default())
+        self.new_cache_of(tokens, KvType::F32, KvPolicy::Full)
     }
 
-    /// [`LlamaRuntime::new_cache`] with another form and another sight.
+    /// [`LlamaRuntime::new_cache`] with another form and another policy.
     ///
     /// # Errors
-    /// As there.
-    pub fn new_cache_of(&self, tokens: usize, kv: KvType, sight: Sight) -> Result<KvCache, RuntimeError> {
-        KvCache::new(self, tokens, kv, sight)
+    /// As [`LlamaRuntime::new_pool`].
+    pub fn new_cache_of(&self, tokens: usize, kv: KvType, policy: KvPolicy) -> Result<KvCache, RuntimeError> {
+        KvCache::new(self, tokens, kv, policy)
     }
 
     /// Memory for `positions` of all sequences together (rounded down to blocks), each of at most `longest`, allocated now.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`.
-    pub fn new_pool(&self, positions: usize, longest: usize, kv: KvType, sight: Sight) -> Result<KvPool, RuntimeError> {
+    /// [`RuntimeError::TooLong`] when `longest` is beyond `max_position_embeddings`; as [`LlamaRuntime::check_policy`].
+    pub fn new_pool(
+        &self,
+        positions: usize,
+        longest: usize,
+        kv: KvType,
+        policy: KvPolicy,
+    ) -> Result<KvPool, RuntimeError> {
         let c = &self.config;
+        policy.check_model(c)?;
         if longest > c.max_position_embeddings {
             let of = match c.rope_scaling {
                 Some(RopeScaling::Dynamic { .. }) => {
@@ -183,14 +215,15 @@ impl LlamaRuntime {
             return Err(RuntimeError::TooLong { what: "context", limit: c.max_position_embeddings, of, got: longest });
         }
         let blocks = positions / BLOCK;
-        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, blocks, kv, sight)).collect();
-        Ok(KvPool::new(layers, RopeTable::new(longest, &c.rotary()), longest, blocks))
+        let layers = self.layers.iter().map(|l| attention::new_cache(c, &l.attention, blocks, kv, policy)).collect();
+        Ok(KvPool::new(layers, RopeTable::new(longest, &c.rotary()), longest, blocks, policy))
     }
 
-    /// Appends `tokens` to the sequence in `cache` and returns logits.
+    /// Appends `tokens` to the sequence in `cache` and returns logits. Under a policy they go through in pieces, between which what is not
+    /// kept is given back.
     ///
     /// # Errors
-    /// As [`LlamaRuntime::step`]. The cache then stays as it was.
+    /// As [`LlamaRuntime::step`]. The cache then stays as it was, or is empty if one of several pieces was done.
     pub fn forward(&self, tokens: &[u32], cache: &mut KvCache, logits: Logits) -> Result<Vec<f32>, RuntimeError> {
         let (limit, got) = (cache.capacity(), cache.len() + tokens.len());
         if got > limit {
@@ -198,7 +231,22 @@ impl LlamaRuntime {
         }
         let KvCache { pool, sequence, .. } = cache;
         let mut out = Vec::new();
-        self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut out)?;
+        if pool.policy() == KvPolicy::Full {
+            self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut out)?;
+            return Ok(out);
+        }
+        self.check(pool, &[Entry { sequence, tokens, logits }])?;
+        let (mut made, pieces) = (Vec::new(), tokens.len().div_ceil(PREFILL));
+        for (i, tokens) in tokens.chunks(PREFILL).enumerate() {
+            let logits = if logits == Logits::Last && i + 1 < pieces { Logits::None } else { logits };
+            if let Err(e) = self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut made) {
+                if i > 0 {
+                    pool.cut(sequence, 0);
+                }
+                return Err(e);
+            }
+            out.append(&mut made);
+        }
         Ok(out)
     }
 
@@ -208,7 +256,8 @@ impl LlamaRuntime {
     /// # Errors
     /// [`RuntimeError::TooLong`] for a sequence beyond the pool's longest; [`RuntimeError::NoBlocks`] where the pool has too few;
     /// [`RuntimeError::Input`] for no token, an id beyond the vocabulary, or a pool of another model; [`RuntimeError::Numerics`] for a
-    /// key or value that the cache has no form for. The sequences then stay as they were.
+    /// key or value that the cache has no form for. The sequences then stay as they were; under a policy that prunes those are empty
+    /// of which the step had come to a token that is asked what stays.
     pub fn step(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
         logits.clear();
         self.check(pool, batch)?;
@@ -219,13 +268,19 @@ impl LlamaRuntime {
         for e in batch.iter_mut() {
             let len = e.sequence.len + e.tokens.len();
             pool.grow(e.sequence, len);
+            if !pool.policy().shares() {
+                e.sequence.slots.get_or_insert_with(|| Box::new(Slots::new(self.layers.len()))).begin();
+            }
         }
         let before: Vec<usize> = batch.iter().map(|e| e.sequence.len).collect();
         let done = self.team.enter(|| self.run_chunks(pool, batch, logits));
         if done.is_err() {
             for (e, len) in batch.iter_mut().zip(before) {
-                pool.truncate(e.sequence, len);
+                let changed = e.sequence.slots.as_ref().is_some_and(|s| s.changed());
+                pool.cut(e.sequence, if changed { 0 } else { len });
             }
+        } else {
+            batch.iter_mut().for_each(|e| pool.settle(e.sequence));
         }
         done
     }
@@ -261,14 +316,17 @@ impl LlamaRuntime {
         Ok(())
     }
 
-    /// Takes the batch through the layers, at most [`PREFILL`] tokens at once.
+    /// Takes the batch through the layers, at most [`PREFILL`] tokens at once. A sequence that is pruned ends a piece where it is.
     fn run_chunks(&self, pool: &mut KvPool, batch: &mut [Entry], logits: &mut Vec<f32>) -> Result<(), RuntimeError> {
+        let budget = pool.policy().budget();
         // The next entry, and how many of its tokens are done.
         let (mut first, mut done) = (0, 0);
         while first < batch.len() {
             let (mut room, mut last, mut end) = (PREFILL, first, done);
             while last < batch.len() && room > 0 {
-                let taken = (batch[last].tokens.len() - end).min(room);
+                let at = batch[last].sequence.len;
+                let piece = if budget.is_some() { next_pruning(at) - at } else { room };
+                let taken = (batch[last].tokens.len() - end).min(room).min(piece);
                 room -= taken;
                 end += taken;
                 if end < batch[last].tokens.len() {
@@ -281,22 +339,41 @@ impl LlamaRuntime {
                 let from = if i == first { done } else { 0 };
                 from..if i == last { end } else { len }
             };
-            let entries = &batch[first..(last + 1).min(batch.len())];
+            let behind = (last + 1).min(batch.len());
+            let entries = &mut batch[first..behind];
+            let mut slots: Vec<Box<Slots>> = entries.iter_mut().filter_map(|e| e.sequence.slots.take()).collect();
             let parts = entries.iter().enumerate().map(|(i, e)| (e, part(first + i, e.tokens.len())));
             let parts: Vec<_> = parts.filter(|(_, p)| !p.is_empty()).collect();
-            self.run_layers(pool, &parts)?;
-            self.append_logits(&parts, &mut pool.scratch, logits);
+            let done_layers = self.run_layers(pool, &parts, &mut slots);
+            if done_layers.is_ok() {
+                self.append_logits(&parts, &mut pool.scratch, logits);
+            }
             let taken: Vec<usize> = parts.iter().map(|(_, p)| p.len()).collect();
-            for (e, taken) in batch[first..].iter_mut().zip(taken) {
-                e.sequence.len += taken;
+            entries.iter_mut().zip(slots).for_each(|(e, slots)| e.sequence.slots = Some(slots));
+            done_layers?;
+            for (e, taken) in entries.iter_mut().zip(taken) {
+                let Sequence { table, len, slots } = &mut *e.sequence;
+                if let (Some(slots), Some(budget)) = (slots, &budget) {
+                    slots.append(*len, taken);
+                    if (*len + taken).is_multiple_of(PERIOD) {
+                        slots.prune(budget, &mut pool.layers, table);
+                    }
+                }
+                *len += taken;
             }
             (first, done) = (last, end);
         }
         Ok(())
     }
 
-    /// Takes parts of the entries' tokens, which come next in their sequences, through the layers.
-    fn run_layers(&self, pool: &mut KvPool, parts: &[(&Entry, std::ops::Range<usize>)]) -> Result<(), RuntimeError> {
+    /// Takes parts of the entries' tokens, which come next in their sequences, through the layers. `slots` are those of the entries, none
+    /// where nothing is pruned.
+    fn run_layers(
+        &self,
+        pool: &mut KvPool,
+        parts: &[(&Entry, std::ops::Range<usize>)],
+        slots: &mut [Box<Slots>],
+    ) -> Result<(), RuntimeError> {
         let (c, m) = (&self.config, parts.iter().map(|(_, p)| p.len()).sum());
         let h = c.hidden_size;
         let KvPool { layers, rope, scratch, .. } = pool;
@@ -314,7 +391,18 @@ impl LlamaRuntime {
         }
         scratch.clock.lap(Op::Embed);
         for (i, (layer, kv)) in self.layers.iter().zip(layers).enumerate() {
+            queries.iter_mut().zip(&*slots).for_each(|(q, s)| q.past = s.filled(i));
             layer.run(c, i, self.activations, &queries, kv, rope, scratch)?;
+            let mut row = 0;
+            for (queries, slots) in queries.iter().zip(&mut *slots) {
+                let (at, width) = (scratch.positions[row], scratch.q.len() / m);
+                let q = &scratch.q[row * width..(row + queries.tokens) * width];
+                slots.observe(i, kv, *queries, at, (q, c.num_attention_heads));
+                row += queries.tokens;
+            }
+            if !slots.is_empty() {
+                scratch.clock.lap(Op::Attend);
+            }
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 //! before it only (see `llama.rs`).
 
 use crate::llama::PREFILL;
-use crate::{Continuation, Entry, KvPool, KvType, LlamaRuntime, Logits, RuntimeError, Sequence, Sight};
+use crate::{Continuation, Entry, KvPolicy, KvPool, KvType, LlamaRuntime, Logits, RuntimeError, Sequence};
 use std::collections::VecDeque;
 
 /// Which prediction a row of logits belongs to.
@@ -90,7 +90,7 @@ pub fn packed<E: From<RuntimeError>>(
     let room = largest.max((packing.positions / KvPool::block_len()).saturating_sub(root_blocks));
     let room = room.min(plans.iter().map(|(_, blocks)| blocks).sum());
     let positions = (root_blocks + room) * KvPool::block_len();
-    let mut pool = model.new_pool(positions, longest, packing.kv, Sight::default())?;
+    let mut pool = model.new_pool(positions, longest, packing.kv, KvPolicy::Full)?;
 
     let mut ran = Ran { given: all().map(|c| c.fed().len()).sum(), ..Ran::default() };
     let (mut rows, mut logits) = (Vec::new(), Vec::new());
@@ -195,7 +195,7 @@ pub fn padded<E: From<RuntimeError>>(
     let batches = || all.chunks(batch.max(1));
     let block = KvPool::block_len();
     let positions = batches().map(|b| b.len() * width(b).next_multiple_of(block)).max().unwrap_or(0);
-    let mut pool = model.new_pool(positions, width(&all), kv, Sight::default())?;
+    let mut pool = model.new_pool(positions, width(&all), kv, KvPolicy::Full)?;
     let mut ran = Ran { given: all.iter().map(|(_, _, c)| c.fed().len()).sum(), ..Ran::default() };
     let (mut rows, mut logits) = (Vec::new(), Vec::new());
     for b in batches() {

@@ -4,6 +4,7 @@
 //! A block's values depend on all tokens up to its end, so its name is its own tokens and the block before it. Names are compared
 //! whole: no two texts ever share a block by a collision of hashes.
 
+use crate::cache::LOST;
 use crate::{KvPool, Sequence};
 use dsq_kernels::attention::BLOCK;
 use std::collections::HashMap;
@@ -69,10 +70,13 @@ impl Prefixes {
     }
 
     /// Takes note of the full blocks of a sequence that holds `tokens` and counts all of them as used now. Of two sequences
-    /// that computed the same block, the first one's is kept.
+    /// that computed the same block, the first one's is kept. Behind a block that the sequence has given back nothing is noted.
     pub(crate) fn note(&mut self, pool: &mut KvPool, sequence: &Sequence, tokens: &[u32], known: &mut Known) {
         let full = &tokens[..sequence.len()].as_chunks::<BLOCK>().0[known.blocks..];
         for (tokens, &block) in full.iter().zip(&sequence.blocks()[known.blocks..]) {
+            if block == LOST {
+                break;
+            }
             self.clock += 1;
             let number = self.clock;
             let entry = self.entries.entry(Name { after: known.after, tokens: *tokens }).or_insert_with(|| {

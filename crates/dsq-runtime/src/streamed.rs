@@ -1,11 +1,11 @@
 //! Logits of a language model that need not fit into memory: a few layers are read, run on all sequences, and dropped. The same
 //! bits as [`crate::LlamaRuntime`] gives. Not generation: every sequence goes through once.
 
-use crate::RuntimeError;
 use crate::attention;
-use crate::cache::{KvType, Scratch, Sight};
+use crate::cache::{KvType, Scratch};
 use crate::llama::{Head, PREFILL, embed, layer, linear, llama_config, widths};
 use crate::rope::RopeTable;
+use crate::{KvPolicy, RuntimeError};
 use dsq_checkpoint::{Checkpoint, Dtype, LlamaConfig};
 use dsq_kernels::attention::{BLOCK, Queries};
 use dsq_kernels::{Activations, KeepMemory, Team, matmul_many_in};
@@ -79,8 +79,8 @@ pub fn streamed_logits(
             scope.spawn(|| names_of(model, next).iter().for_each(|name| model.read_ahead(name)));
             team.enter(|| -> Result<(), RuntimeError> {
                 for (i, layer) in numbers.zip(&layers) {
-                    let (kv, sight) = (KvType::F32, Sight::default());
-                    let mut cache = attention::new_cache(c, &layer.attention, blocks as usize, kv, sight);
+                    let (kv, policy) = (KvType::F32, KvPolicy::Full);
+                    let mut cache = attention::new_cache(c, &layer.attention, blocks as usize, kv, policy);
                     layer.run(c, i, Activations::Float, &queries, &mut cache, &rope, &mut scratch)?;
                 }
                 Ok(())

@@ -157,6 +157,27 @@ impl TextTokenizer {
         self.run(if specials == Specials::Parse { &self.parse } else { &self.as_text }, text, false)
     }
 
+    /// As [`TextTokenizer::encode`] of plain text, with the end of each token in the bytes of `text` (never before that of the token
+    /// before it; tokens that share a character all end behind it).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>), RuntimeError> {
+        let input = |problem: String| RuntimeError::Input { what: "text", problem };
+        if self.drops {
+            self.check_characters(&self.as_text, text)?;
+        }
+        let encoding = catch_unwind(AssertUnwindSafe(|| self.as_text.encode(text, false)))
+            .map_err(|_| input(format!("{} cannot tokenize it", self.file)))?
+            .map_err(|e| input(format!("{} cannot tokenize it: {e}", self.file)))?;
+        let mut end = 0;
+        let ends = encoding.get_offsets().iter().map(|(_, e)| {
+            end = end.max(*e);
+            end
+        });
+        Ok((encoding.get_ids().to_vec(), ends.collect()))
+    }
+
     /// Ids of a plain prompt: special texts are text, and what the tokenizer adds to every text (a BOS) is added.
     ///
     /// # Errors

@@ -3,8 +3,8 @@
 
 use dsq_checkpoint::Checkpoint;
 use dsq_runtime::{
-    Engine, EngineSettings, FinishReason, KvType, LlamaRuntime, Output, Request, RequestId, Sampler, Sampling, Sight,
-    StopStrings, TextTokenizer, generate,
+    Engine, EngineSettings, FinishReason, KvPolicy, KvType, LlamaRuntime, Output, Request, RequestId, Sampler,
+    Sampling, StopStrings, TextTokenizer, generate,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -22,7 +22,7 @@ fn load(name: &str, threads: usize) -> LlamaRuntime {
 
 /// An engine with memory for `blocks` blocks of 16 positions, for sequences of at most `longest` tokens.
 fn engine<'m>(model: &'m LlamaRuntime, blocks: usize, longest: usize, settings: EngineSettings) -> Engine<'m> {
-    let pool = model.new_pool(blocks * 16, longest, KvType::F32, Sight::default()).unwrap();
+    let pool = model.new_pool(blocks * 16, longest, KvType::F32, KvPolicy::Full).unwrap();
     Engine::new(model, None, pool, settings).unwrap()
 }
 
@@ -248,7 +248,7 @@ fn c062_requests_that_can_never_run_are_refused_by_number() {
         let told = Told::run(&mut e);
         assert_eq!((told.tokens[&id].len(), told.reasons[&id]), (made, FinishReason::Length));
     }
-    let pool = model.new_pool(15, 100, KvType::F32, Sight::default()).unwrap();
+    let pool = model.new_pool(15, 100, KvType::F32, KvPolicy::Full).unwrap();
     assert!(Engine::new(&model, None, pool, EngineSettings::default()).unwrap_err().to_string().contains("KV cache"));
 }
 
@@ -279,7 +279,7 @@ fn a_request_whose_numbers_break_ends_alone() {
     let from = golden("llama_tiny_untied");
     let sound = load("llama_tiny_untied", 2);
     let run = |model: &LlamaRuntime, kv: KvType, prompts: [Vec<u32>; 3]| {
-        let pool = model.new_pool(160, 64, kv, Sight::default()).unwrap();
+        let pool = model.new_pool(160, 64, kv, KvPolicy::Full).unwrap();
         let mut e = Engine::new(model, None, pool, EngineSettings::default()).unwrap();
         let ids = prompts.map(|p| e.submit(greedy(p, 6)).unwrap());
         let mut out = Vec::new();
@@ -327,7 +327,7 @@ fn stop_strings_and_unknown_rows_end_and_bound_an_answer() {
     let tokenizer = TextTokenizer::from_json(json.as_bytes(), "tokenizer.json").unwrap();
     let model = load("llama_tiny", 1);
     let run = |stops: &[&str], seed: u64| {
-        let pool = model.new_pool(320, 100, KvType::F32, Sight::default()).unwrap();
+        let pool = model.new_pool(320, 100, KvType::F32, KvPolicy::Full).unwrap();
         let mut e = Engine::new(&model, Some(&tokenizer), pool, EngineSettings::default()).unwrap();
         let sampling = Sampling { temperature: 50.0, seed, ..Default::default() };
         let stops = StopStrings::new(stops.iter().map(|s| (*s).to_string()).collect()).unwrap();

@@ -100,7 +100,7 @@ fn f045_variants_of_the_config_give_the_logits_of_transformers() {
         let worst = rows.zip(&v.logits).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
         // transformers' own f32 logits are up to 4.2e-5 off their f64 values here; so may ours be.
         assert!(worst <= 8.4e-5, "{}: {worst:e}", v.name);
-        cache.truncate(0);
+        cache.truncate(0).unwrap();
         for (id, row) in v.tokens.iter().zip(got.chunks(vocab)) {
             assert_eq!(v.model.forward(&[*id], &mut cache, Logits::Last).unwrap(), row, "{}", v.name);
         }
@@ -147,15 +147,15 @@ fn c062_c067_calls_threads_and_used_caches_do_not_change_a_bit() {
             let model = load(name, threads);
             // The cache has run another sequence before.
             model.forward(&prompts(name)[0], &mut cache, Logits::Last).unwrap_err();
-            cache.truncate(0);
+            cache.truncate(0).unwrap();
             model.forward(&prompts(name)[0], &mut cache, Logits::Last).unwrap();
-            cache.truncate(0);
+            cache.truncate(0).unwrap();
             for (i, part) in prompt.chunks(chunk).enumerate() {
                 let got = model.forward(part, &mut cache, Logits::All).unwrap();
                 let want = &whole[i * chunk * vocab..(i * chunk + part.len()) * vocab];
                 assert!(got.iter().zip(want).all(|(a, b)| a == b), "{name}: {threads} threads, chunks of {chunk}");
             }
-            cache.truncate(30);
+            cache.truncate(30).unwrap();
             let got = model.forward(&prompt[30..], &mut cache, Logits::Last).unwrap();
             assert_eq!(got, whole[whole.len() - vocab..], "from a shared prefix");
             // Filled up again for the next round.
@@ -170,13 +170,13 @@ fn a_long_prompt_crosses_the_chunks_of_prefill() {
     let tokens: Vec<u32> = (0..250).map(|i| i * 31 % model.config().vocab_size as u32).collect();
     let mut cache = model.new_cache(250).unwrap();
     let whole = model.forward(&tokens, &mut cache, Logits::All).unwrap();
-    cache.truncate(0);
+    cache.truncate(0).unwrap();
     let mut single = Vec::new();
     for id in &tokens {
         single.extend(model.forward(&[*id], &mut cache, Logits::Last).unwrap());
     }
     assert!(whole.iter().zip(&single).all(|(a, b)| a == b));
-    cache.truncate(0);
+    cache.truncate(0).unwrap();
     assert_eq!(model.forward(&tokens, &mut cache, Logits::Last).unwrap(), single[249 * 128..]);
 }
 

@@ -101,6 +101,11 @@ impl PagedLayer {
         self.sight.sinks
     }
 
+    /// Key/value heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
     /// How values are held.
     pub fn format(&self) -> KvFormat {
         self.format
@@ -231,20 +236,63 @@ impl PagedLayer {
         self.store.as_mut_slice().copy_within(from * bytes..(from + 1) * bytes, to * bytes);
     }
 
-    /// The stored key head of a position, widened: plain code for statistics and tests.
-    pub(super) fn key(&self, block: u32, head: usize, lane: usize) -> impl Iterator<Item = f32> {
-        let at = block as usize * self.block_bytes() + head * self.head_bytes();
-        (0..self.d).map(move |i| self.widened(at, i * BLOCK + lane, 0))
+    /// Moves the positions `kept` (in increasing order) of the sequence whose blocks are `table` to its first positions, bit for bit:
+    /// position `kept[i]` becomes position `i`. What lies behind them is then nothing in particular. For policies that drop positions.
+    ///
+    /// # Panics
+    /// When the positions are not in order, or one or its block is out of range (the caller's bug).
+    pub fn keep(&mut self, table: &[u32], kept: &[usize]) {
+        assert!(kept.windows(2).all(|w| w[0] < w[1]), "kept positions: in increasing order");
+        match self.format.bytes() {
+            4 => self.move_down::<4>(table, kept),
+            2 => self.move_down::<2>(table, kept),
+            _ => self.move_down::<1>(table, kept),
+        }
     }
 
-    /// Value `i` behind byte `at`; `which`: 0 of the keys, 1 of the values.
-    fn widened(&self, at: usize, i: usize, which: usize) -> f32 {
-        let n = self.format.bytes();
-        let bytes = &self.store.as_slice()[at + i * n..][..n];
+    /// [`PagedLayer::keep`] of values of `N` bytes.
+    fn move_down<const N: usize>(&mut self, table: &[u32], kept: &[usize]) {
+        let (bytes, head, keys, row) = (self.block_bytes(), self.head_bytes(), self.key_bytes(), self.padded() * N);
+        let (heads, d) = (self.kv_heads, self.d);
+        let store = self.store.as_mut_slice();
+        for (to, &from) in kept.iter().enumerate().filter(|(to, from)| to != *from) {
+            let [a, b] = [from, to].map(|p| table[p / BLOCK] as usize * bytes);
+            let [lane, to_lane] = [from, to].map(|p| p % BLOCK);
+            for h in 0..heads {
+                let [a, b] = [a, b].map(|at| at + h * head);
+                for i in (0..d).map(|i| i * BLOCK * N) {
+                    let mut value = [0u8; N];
+                    value.copy_from_slice(&store[a + i + lane * N..][..N]);
+                    store[b + i + to_lane * N..][..N].copy_from_slice(&value);
+                }
+                let [a, b] = [a + keys + lane * row, b + keys + to_lane * row];
+                store.copy_within(a..a + row, b);
+            }
+        }
+    }
+
+    /// The values of all codes of keys, by their bytes; none where there are no codes.
+    pub(super) fn key_codes(&self) -> Vec<f32> {
         match self.format {
-            KvFormat::F32 => f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-            KvFormat::F16 => f16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
-            KvFormat::Codes(grid) => grid.args.dequantize(bytes[0] as i8, [grid.k, grid.v][which]),
+            KvFormat::Codes(grid) => (0..=255u8).map(|b| grid.args.dequantize(b as i8, grid.k)).collect(),
+            KvFormat::F32 | KvFormat::F16 => Vec::new(),
+        }
+    }
+
+    /// The stored keys of a block and head as f32, `[d][16]`: plain code for statistics. `codes` is [`PagedLayer::key_codes`].
+    pub(super) fn keys(&self, block: u32, head: usize, codes: &[f32], out: &mut [f32]) {
+        let at = block as usize * self.block_bytes() + head * self.head_bytes();
+        let bytes = &self.store.as_slice()[at..][..self.d * BLOCK * self.format.bytes()];
+        match self.format {
+            KvFormat::F32 => out.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, b)| *x = f32::from_ne_bytes(*b)),
+            KvFormat::F16 => {
+                let mut room = [f16::ZERO; BLOCK];
+                for (out, bytes) in out.chunks_exact_mut(BLOCK).zip(bytes.chunks_exact(2 * BLOCK)) {
+                    room.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, b)| *x = f16::from_ne_bytes(*b));
+                    room.convert_to_f32_slice(out);
+                }
+            }
+            KvFormat::Codes(_) => out.iter_mut().zip(bytes).for_each(|(x, &b)| *x = codes[b as usize]),
         }
     }
 }

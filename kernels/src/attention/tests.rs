@@ -372,6 +372,84 @@ fn masses_are_the_weights_that_positions_receive() {
     }
 }
 
+/// Kept positions are moved bit for bit, whatever the tables, widths and formats: attention over them is that over a cache that never held
+/// another, and blocks of others stay as they are.
+#[test]
+fn kept_positions_are_moved_bit_for_bit() {
+    for (case, format) in CASES[1..7].iter().flat_map(|c| formats().map(|f| (*c, f))) {
+        let mut filled = case.filled(format, (None, 0));
+        let n = case.positions;
+        let before = filled.layer.store.as_slice().to_vec();
+        for kept in [
+            (0..n).collect(),
+            (0..n).filter(|p| p % 3 != 1).collect(),
+            (0..n).filter(|p| *p < 2 || *p + 5 > n || p % 7 == 0).collect(),
+            vec![n - 1],
+            vec![],
+        ] {
+            let kept: Vec<usize> = kept;
+            filled.layer.store.as_mut_slice().copy_from_slice(&before);
+            filled.layer.keep(&filled.table, &kept);
+            let (k, v) = (case.kv_heads * case.d, case.kv_heads * case.value);
+            let mut want =
+                PagedLayer::new(filled.layer.blocks(), case.kv_heads, [case.d, case.value], case.scale(), format);
+            for (i, &p) in kept.iter().enumerate() {
+                want.put(&filled.table, i, &filled.k[p * k..][..k], &filled.v[p * v..][..v]);
+            }
+            for s in 0..kept.len() {
+                let stored = |layer: &PagedLayer| -> Vec<u8> {
+                    let (block, lane, n) = (filled.table[s / BLOCK] as usize, s % BLOCK, format.bytes());
+                    let block = &layer.store.as_slice()[block * layer.block_bytes()..][..layer.block_bytes()];
+                    let of_head = |head: &[u8]| -> Vec<u8> {
+                        let keys = (0..case.d).flat_map(|i| head[(i * BLOCK + lane) * n..][..n].to_vec());
+                        let at = layer.key_bytes() + lane * layer.padded() * n;
+                        keys.chain(head[at..][..case.value * n].to_vec()).collect()
+                    };
+                    block.chunks_exact(layer.head_bytes()).flat_map(of_head).collect()
+                };
+                assert_eq!(stored(&filled.layer), stored(&want), "{case:?} {format:?} slot {s}");
+            }
+            // Nobody else's block is touched.
+            let bytes = filled.layer.block_bytes();
+            for block in (0..filled.layer.blocks()).filter(|b| !filled.table.contains(&(*b as u32))) {
+                let at = block * bytes..(block + 1) * bytes;
+                assert_eq!(filled.layer.store.as_slice()[at.clone()], before[at]);
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "in increasing order")]
+fn kept_positions_are_in_order() {
+    PagedLayer::new(1, 1, [1, 1], 1.0, KvFormat::F32).keep(&[0], &[2, 1]);
+}
+
+/// A query's masses and entropies do not depend on those beside it or on the threads.
+#[test]
+fn masses_of_one_query_are_those_of_many() {
+    for (case, sight) in CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s))) {
+        let filled = case.filled(KvFormat::F32, sight);
+        let (past, row) = (case.positions - 3, case.heads * case.d);
+        let queries = |past, tokens| Queries { table: &filled.table, past, tokens };
+        let mut whole = vec![0.0; case.kv_heads * case.positions];
+        let team = Team::new(3).unwrap();
+        let q = &filled.q[past * row..];
+        let entropies = team.enter(|| attention_mass(&filled.layer, queries(past, 3), q, case.heads, &mut whole));
+        let mut sum = vec![0.0f64; whole.len()];
+        for t in 0..3 {
+            let n = past + t + 1;
+            let mut one = vec![0.0; case.kv_heads * n];
+            let e = attention_mass(&filled.layer, queries(past + t, 1), &q[t * row..][..row], case.heads, &mut one);
+            assert!(same_bits(&e, &entropies[t * case.heads..][..case.heads]));
+            for (kv, one) in one.chunks_exact(n).enumerate() {
+                one.iter().enumerate().for_each(|(s, &m)| sum[kv * case.positions + s] += f64::from(m));
+            }
+        }
+        assert!(whole.iter().zip(&sum).all(|(a, b)| (f64::from(*a) - b).abs() <= 1e-6 * b), "{case:?}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     /// Any sight, length, cut and format: every path, whole and cut, gives the same bits.

@@ -5,22 +5,29 @@
 //! - Layout: weights as they are for f32 activations, one copy for both modes. A word of INT4 holds eight values of a row: `w & 0x0f0f0f0f`
 //!   are columns 0, 2, 4, 6 and `w >> 4 & 0x0f0f0f0f` columns 1, 3, 5, 7, each code plus 8. INT8 has those quads in two lines, plus 128.
 //! - Requires: nothing; AVX-512 VNNI, AVX-VNNI, AVX2 and NEON dot products are found at run time. AVX-512 without VNNI takes the AVX2 form.
-//! - Order: per output and segment the exact integer `dot = sum (code - zero) * input code`, then
-//!   `total = fma(weight_scale, input_scale * dot, total)` from 0 in f32, segments in increasing k. On a grid with one scale for a token
-//!   that scale is the input scale of each of its segments. All paths give the same bits, for any m and any number of threads.
-//! - Cost: one `vpdpbusd` for 16 rows x 4 columns x 1 token, and for each segment four instructions a token. One token: bound by
-//!   reading the weights. Many: tiles of 16 rows x 12 tokens with sums and totals in registers (AVX2: 16 x 4), the weights of a
-//!   block in the cache.
-//! - Error: against exact arithmetic on the rounded inputs at most `(S + 2) u * sum |w| |x'|` for S segments and u = 2^-24, to first
-//!   order (`dot` is exact in f32: below 2^22). The rounding of the inputs adds at most `sum |w| scale / 2 * (1 + 2^-14)`.
+//! - Order: the groups are cut into segments of at most 64 columns, these into pieces of at most 16, whose inputs share a scale. Per
+//!   output and segment, in f32: `part = zero * minus`, where `minus` is minus the sum of the segment's rounded inputs (from 0,
+//!   `minus = fma(input_scale, -sum of codes, minus)` piece by piece; symmetric: `part = 0`); then for each piece the exact integer
+//!   `dot = sum code * input code` and `part = fma(dot, input_scale, part)`. Then `total = fma(weight_scale, part, total)` from 0,
+//!   all in increasing k. On a grid with one scale for a token that scale is the input scale of each of its pieces. All
+//!   paths give the same bits, for any m and any number of threads.
+//! - Cost: one `vpdpbusd` for 16 rows x 4 columns x 1 token, for each piece a conversion and a fused multiply-add a token, for each segment
+//!   one more. One token: bound by reading the weights. Many: tiles of 16 rows x 12 tokens with parts and totals in registers
+//!   (in 256 bits 16 x 8, partly in the cache), for each tile as many blocks of rows as a quarter of the second-level cache holds.
+//! - Error: against exact arithmetic on the rounded inputs at most `(S + 9) u * sum (|q| + |z|) scale |x'|` for S segments, weights
+//!   `scale * (q - z)` and u = 2^-24, to first order; symmetric `(S + 4) u * sum |w| |x'|`. `dot` is exact in f32 (at most 2^18), a
+//!   part sees at most 4 roundings, what is taken for the zero point 4 in its sum and 1 in the product, a total one for each
+//!   segment. The rounding of the inputs adds at most `sum |w| scale / 2 * (1 + 2^-14)`.
 //!
-//! The offset of the unsigned codes is taken back by where a sum starts: `sum (u - c) x = sum u x + c * (-sum x)` with `c = 8 + zero`
-//! (INT8: 128 + zero).
+//! The offset of the unsigned codes is taken back by where a dot product starts: `sum (u - 8) x = -8 sum x + sum u x` (INT8: 128). That
+//! is exact, and no dearer than to start from 0; in f32 beside the zero point it would lose digits where codes are small beside 128.
 
 use super::input::{Rounded, Tile};
-use super::layout::{BLOCK, OCTET, Panels, Segment};
+use super::kernel::{scale, store_row, zero};
+use super::layout::{BLOCK, OCTET, PIECE, Panels};
 use crate::Isa;
 use crate::parallel::{OutPtr, split};
+use crate::simd::{Scalar, Simd};
 use dsq_quant::{InputGrid, QuantType};
 use std::ops::Range;
 
@@ -68,6 +75,9 @@ impl IntPath {
     pub(crate) fn products(self) -> usize {
         match self {
             IntPath::Scalar => 1,
+            // `roofline.rs` measures plain multiply-adds there.
+            #[cfg(target_arch = "aarch64")]
+            IntPath::Neon => 1,
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => 64,
             #[cfg(target_arch = "x86_64")]
@@ -82,9 +92,9 @@ impl IntPath {
             #[cfg(target_arch = "aarch64")]
             IntPath::Neon => 4,
             #[cfg(target_arch = "x86_64")]
-            IntPath::Avx2 | IntPath::Vnni256 => 4,
+            IntPath::Avx2 | IntPath::Vnni256 => 8,
             #[cfg(all(test, target_arch = "x86_64"))]
-            IntPath::Vnni256Vl => 4,
+            IntPath::Vnni256Vl => 8,
             #[cfg(target_arch = "x86_64")]
             IntPath::Vnni512 => 12,
         }
@@ -111,8 +121,8 @@ impl IntPath {
     }
 }
 
-/// Bytes of rounded inputs that are worked on together: half of a second-level cache of 1 MB.
-const CHUNK_BYTES: usize = 512 << 10;
+/// Bytes of weights that are worked on together: a quarter of a second-level cache of 1 MB.
+const CHUNK_BYTES: usize = 256 << 10;
 /// Tokens that are rounded together: what the buffers hold at most.
 const PASS: usize = 1024;
 
@@ -144,9 +154,7 @@ pub(crate) fn matmul(
         let tokens = PASS.min(m - start);
         let jobs: Vec<(&Panels, OutPtr)> =
             layers.iter().zip(outs.iter_mut()).map(|(&p, o)| (p, OutPtr(o[start * p.n..].as_mut_ptr()))).collect();
-        Rounded::with(path, grid, first, &x[start * k..(start + tokens) * k], tokens, |rounded| {
-            // The one case that sixteen bits do not hold: see `input.rs`.
-            let path = if rounded.wide() { path.exact() } else { path };
+        Rounded::with(path, grid, layers, &x[start * k..(start + tokens) * k], tokens, |rounded| {
             split(blocks, 1, &|range| {
                 let mut offset = 0;
                 for &(p, out) in &jobs {
@@ -161,19 +169,16 @@ pub(crate) fn matmul(
     }
 }
 
-/// The blocks of `blocks` for all tokens: chunk by chunk of tokens, in each block by block.
+/// The blocks of `blocks` for all tokens: some blocks, whose weights stay in the cache, for tile after tile.
 fn multiply(path: IntPath, p: &Panels, blocks: Range<usize>, rounded: &Rounded, out: OutPtr) {
     let tiles = rounded.tiles();
-    let chunk = (CHUNK_BYTES / (p.k * path.widest())).max(4);
     // With one tile there is nothing to come back for.
-    let step = if tiles == 1 { blocks.len() } else { 1 }.max(1);
-    for from in (0..tiles).step_by(chunk) {
-        for block in blocks.clone().step_by(step) {
-            for i in from..tiles.min(from + chunk) {
-                // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
-                // blocks of the parts are disjoint; the path was detected.
-                unsafe { tile(path, p, block..blocks.end.min(block + step), rounded.tile(i), out.get()) };
-            }
+    let step = if tiles == 1 { blocks.len() } else { CHUNK_BYTES / p.block_bytes }.max(1);
+    for from in blocks.clone().step_by(step) {
+        for i in 0..tiles {
+            // SAFETY: the blocks exist, the tile is of inputs of these segments, `out` holds m rows of n, and the ranges of
+            // blocks of the parts are disjoint; the path was detected.
+            unsafe { tile(path, p, from..blocks.end.min(from + step), rounded.tile(i), out.get()) };
         }
     }
 }
@@ -185,7 +190,7 @@ unsafe fn tile(path: IntPath, p: &Panels, blocks: Range<usize>, t: Tile, out: *m
     // SAFETY: forwarded.
     unsafe {
         match path {
-            IntPath::Scalar => blocks.for_each(|block| scalar_tile(p, block, t, out)),
+            IntPath::Scalar => plain::tile(p, blocks, t, out),
             #[cfg(target_arch = "aarch64")]
             IntPath::Neon => super::int_neon::tile(p, blocks, t, out),
             #[cfg(target_arch = "x86_64")]
@@ -200,76 +205,168 @@ unsafe fn tile(path: IntPath, p: &Panels, blocks: Range<usize>, t: Tile, out: *m
     }
 }
 
-impl IntPath {
-    /// The path for inputs that [`Rounded::wide`] tells of.
-    fn exact(self) -> Self {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            // The tiles are those of this path.
-            IntPath::Avx2 => IntPath::Scalar,
-            path => path,
-        }
-    }
-}
-
-/// What is subtracted from an unsigned code, without the zero point.
-#[inline(always)]
-pub(crate) fn offset(p: &Panels) -> i32 {
-    if is_int8(p) { 128 } else { 8 }
-}
-
 #[inline(always)]
 pub(crate) fn is_int8(p: &Panels) -> bool {
     p.storage == super::layout::Storage::Code(QuantType::Int8)
 }
 
-/// Bytes of an octet of weights.
-#[inline(always)]
-pub(crate) fn octet_bytes(p: &Panels) -> usize {
-    if is_int8(p) { 128 } else { 64 }
+/// What a path brings: the integer dot products of a piece. The rest of the kernel, [`tokens`], is written once. All is inlined
+/// into an entry function that enables the features (`tiles!`).
+///
+/// Safety of the methods: the CPU has the path; pointers are readable as told.
+pub(super) trait Dots {
+    /// The f32 part of the path.
+    type S: Simd;
+    /// The unsigned codes of 16 rows x 8 columns: the even and the odd quads of each row.
+    type Octet: Copy;
+    /// How far ahead of what is multiplied weights are asked for.
+    const AHEAD: usize;
+
+    /// An octet of weights, 64 bytes (INT8: 128).
+    unsafe fn octet<const INT8: bool>(w: *const u8) -> Self::Octet;
+
+    /// The dot products of 16 rows with a token in `N` octets, exact, as f32. The token's octets lie every `T` octets from `x`;
+    /// `start` is minus 8 times the sum of the token's codes.
+    unsafe fn dots<const T: usize, const INT8: bool, const N: usize>(
+        w: [Self::Octet; N],
+        x: *const u8,
+        start: *const i32,
+    ) -> <Self::S as Simd>::V;
 }
 
-/// The contract in plain Rust.
+/// A block of 16 rows for a tile of `T` tokens.
 ///
-/// Safety: as [`tile`].
-unsafe fn scalar_tile(p: &Panels, block: usize, tile: Tile, out: *mut f32) {
-    let weights = &p.weights.as_slice()[block * p.block_bytes..][..p.block_bytes];
-    let rows = BLOCK.min(p.n - block * BLOCK);
-    for t in 0..tile.tokens {
-        for lane in 0..rows {
-            let row = block * BLOCK + lane;
-            let mut total = 0.0f32;
-            for (i, s) in p.int_segments.iter().enumerate() {
-                let (scale, zero) = p.scale_and_zero(row, s.group);
-                // SAFETY: the tile has a scale and sums for each segment, and `octets(s)` octets of codes.
-                let (input_scale, sums) = unsafe {
-                    let cell = i * tile.tokens + t;
-                    (*tile.scales.add(cell), *tile.sums.add(cell))
-                };
-                let mut dot = (offset(p) + zero) * (i32::from(sums as i16) + (sums >> 16));
-                for o in 0..octets(s) {
-                    // SAFETY: as above.
-                    let x = unsafe {
-                        tile.codes.add(((s.octet + o) * tile.tokens + t) * OCTET).cast::<[i8; OCTET]>().read()
-                    };
-                    let w = &weights[(s.octet + o) * octet_bytes(p)..][..octet_bytes(p)];
-                    for j in 0..4 {
-                        let byte = w[4 * lane + j];
-                        let (even, odd) =
-                            if is_int8(p) { (byte, w[64 + 4 * lane + j]) } else { (byte & 15, byte >> 4) };
-                        dot += i32::from(even) * i32::from(x[j]) + i32::from(odd) * i32::from(x[4 + j]);
-                    }
+/// Safety: as [`tile`], on the path `D`; the tile has `T` tokens, the weights are INT8 or not as told.
+#[inline(always)]
+pub(super) unsafe fn tokens<D: Dots, const T: usize, const INT8: bool>(
+    p: &Panels,
+    block: usize,
+    tile: Tile,
+    out: *mut f32,
+) {
+    // SAFETY: the octets of the segments lie in the block and in the tile, with scales and starts for each piece and a sum for each
+    // segment; scales and zero points exist for the block's groups.
+    unsafe {
+        let bytes = if INT8 { 128 } else { 64 };
+        let mut w = p.weights.as_ptr().add(block * p.block_bytes);
+        let (mut x, mut scales, mut starts, mut minus) = (tile.codes, tile.scales, tile.starts, tile.minus);
+        let mut totals = [D::S::splat(0.0); T];
+        for s in &p.segments {
+            let mut parts = [D::S::splat(0.0); T];
+            if let Some(zero) = zero::<D::S>(p, block, s.group) {
+                for t in 0..T {
+                    parts[t] = D::S::mul(zero, D::S::splat(*minus.add(t)));
                 }
-                total = scale.mul_add(input_scale * dot as f32, total);
             }
-            // SAFETY: the caller's output.
-            unsafe { *out.add((tile.first + t) * p.n + row) = total };
+            macro_rules! piece {
+                ($octets:literal) => {
+                    let mut codes = [D::octet::<INT8>(w); $octets];
+                    for (i, codes) in codes.iter_mut().enumerate() {
+                        let w = w.add(i * bytes);
+                        D::S::prefetch(w.wrapping_add(D::AHEAD));
+                        if INT8 {
+                            D::S::prefetch(w.wrapping_add(D::AHEAD + 64));
+                        }
+                        *codes = D::octet::<INT8>(w);
+                    }
+                    for t in 0..T {
+                        let dots = D::dots::<T, INT8, $octets>(codes, x.add(t * OCTET), starts.add(t));
+                        parts[t] = D::S::fma(dots, D::S::splat(*scales.add(t)), parts[t]);
+                    }
+                    w = w.add($octets * bytes);
+                    x = x.add($octets * T * OCTET);
+                    (scales, starts) = (scales.add(T), starts.add(T));
+                };
+            }
+            let octets = s.len.div_ceil(OCTET);
+            for _ in 0..octets / 2 {
+                piece!(2);
+            }
+            if octets % 2 == 1 {
+                piece!(1);
+            }
+            let scale = scale::<D::S>(p, block, s.group).unwrap_or(D::S::splat(1.0));
+            for t in 0..T {
+                totals[t] = D::S::fma(scale, parts[t], totals[t]);
+            }
+            minus = minus.add(T);
+        }
+        for (t, &total) in totals.iter().enumerate() {
+            store_row::<D::S>(p, block, total, out.add((tile.first + t) * p.n));
         }
     }
 }
 
-/// Octets of a segment.
-#[inline(always)]
-pub(crate) fn octets(s: &Segment) -> usize {
-    s.len.div_ceil(OCTET)
+const _: () = assert!(PIECE == 2 * OCTET);
+
+/// Defines the entry `tile` of a path for the listed numbers of tokens: blocks of 16 rows for one tile. With the features of the path,
+/// where it has some.
+macro_rules! tiles {
+    ($(#[$features:meta])? $name:ident, $dots:ty, $($t:literal)*) => {
+        /// Blocks of 16 rows for one tile of tokens.
+        ///
+        /// Safety: the features; the rest as `tile` in `int.rs`.
+        $(#[$features])?
+        pub(super) unsafe fn $name(p: &Panels, blocks: Range<usize>, tile: Tile, out: *mut f32) {
+            for block in blocks {
+                // SAFETY: forwarded.
+                unsafe {
+                    match (tile.tokens, is_int8(p)) {
+                        $(($t, false) => tokens::<$dots, $t, false>(p, block, tile, out),
+                        ($t, true) => tokens::<$dots, $t, true>(p, block, tile, out),)*
+                        _ => unreachable!("tiles have no more tokens than `widest`"),
+                    }
+                }
+            }
+        }
+    };
+}
+pub(super) use tiles;
+
+/// The dot products in plain Rust.
+mod plain {
+    use super::*;
+
+    struct Plain;
+
+    tiles!(tile, Plain, 1 2 3 4);
+
+    impl Dots for Plain {
+        type S = Scalar;
+        type Octet = [[[u8; 4]; BLOCK]; 2];
+        const AHEAD: usize = 0;
+
+        #[inline(always)]
+        unsafe fn octet<const INT8: bool>(w: *const u8) -> Self::Octet {
+            // SAFETY: the caller's 64 or 128 bytes.
+            unsafe {
+                if INT8 {
+                    return w.cast::<Self::Octet>().read();
+                }
+                let words = w.cast::<[[u8; 4]; BLOCK]>().read();
+                [words.map(|quad| quad.map(|b| b & 15)), words.map(|quad| quad.map(|b| b >> 4))]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn dots<const T: usize, const INT8: bool, const N: usize>(
+            w: [Self::Octet; N],
+            x: *const u8,
+            start: *const i32,
+        ) -> [f32; BLOCK] {
+            // SAFETY: the caller's octets and start.
+            unsafe {
+                let mut dots = [if INT8 { 16 * *start } else { *start }; BLOCK];
+                for (i, octet) in w.iter().enumerate() {
+                    let x = x.add(i * T * OCTET).cast::<[[i8; 4]; 2]>().read();
+                    for (codes, x) in octet.iter().zip(x) {
+                        for (dot, quad) in dots.iter_mut().zip(codes) {
+                            *dot += quad.iter().zip(x).map(|(&u, x)| i32::from(u) * i32::from(x)).sum::<i32>();
+                        }
+                    }
+                }
+                dots.map(|dot| dot as f32)
+            }
+        }
+    }
 }

@@ -61,7 +61,7 @@ pub(crate) unsafe fn scale<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S:
 
 /// Zero points of group `g` of block `b`; None when symmetric or float.
 #[inline(always)]
-unsafe fn zero<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S::V> {
+pub(crate) unsafe fn zero<S: Simd>(p: &Panels, b: usize, g: usize) -> Option<S::V> {
     let s = p.scales.as_ref()?;
     if s.zeros.len() == 0 {
         return None;

@@ -20,8 +20,8 @@ use half::{bf16, f16};
 pub(crate) const BLOCK: usize = crate::simd::LANES;
 /// Longest run of the reduction that is summed before its scale is applied.
 pub(crate) const SEGMENT: usize = 64;
-/// Longest run of the reduction whose inputs are rounded to INT8 with one scale: whole octets.
-pub(crate) const INT_SEGMENT: usize = 16;
+/// Most columns of a segment whose inputs are rounded to INT8 with one scale: whole octets, and a part of [`SEGMENT`].
+pub(crate) const PIECE: usize = 16;
 /// Values of the reduction in one octet.
 pub(crate) const OCTET: usize = 8;
 
@@ -55,6 +55,13 @@ pub(crate) struct Segment {
     pub octet: usize,
 }
 
+impl Segment {
+    /// Its columns in pieces of [`PIECE`], the last one shorter: `(first column, columns, first octet)`.
+    pub(crate) fn pieces(self) -> impl Iterator<Item = (usize, usize, usize)> {
+        (0..self.len).step_by(PIECE).map(move |i| (self.at + i, PIECE.min(self.len - i), self.octet + i / OCTET))
+    }
+}
+
 /// The scales of codes.
 #[derive(Debug, Clone)]
 pub(crate) struct Scales {
@@ -76,8 +83,6 @@ pub(crate) struct Panels {
     /// Columns of a group; with k it says what the segments are.
     pub group_len: usize,
     pub segments: Vec<Segment>,
-    /// The same columns in runs of at most [`INT_SEGMENT`]; empty where the storage has no integer kernel.
-    pub int_segments: Vec<Segment>,
     /// Bytes of one block of 16 rows.
     pub block_bytes: usize,
     pub weights: Lines,
@@ -85,15 +90,15 @@ pub(crate) struct Panels {
     pub scales: Option<Scales>,
 }
 
-/// The groups of `k` columns in runs of at most `longest`. Octets are numbered alike for every `longest` of whole octets.
-fn segments(k: usize, group_len: usize, longest: usize) -> Vec<Segment> {
+/// The groups of `k` columns in runs of at most [`SEGMENT`].
+fn segments(k: usize, group_len: usize) -> Vec<Segment> {
     let mut out: Vec<Segment> = Vec::new();
     let mut octet = 0;
     let group_len = group_len.max(1);
     for (group, start) in (0..k).step_by(group_len).enumerate() {
         let end = (start + group_len).min(k);
-        for at in (start..end).step_by(longest) {
-            let len = longest.min(end - at);
+        for at in (start..end).step_by(SEGMENT) {
+            let len = SEGMENT.min(end - at);
             out.push(Segment { at, len, group, octet });
             octet += len.div_ceil(OCTET);
         }
@@ -103,18 +108,12 @@ fn segments(k: usize, group_len: usize, longest: usize) -> Vec<Segment> {
 
 impl Panels {
     fn empty(n: usize, k: usize, storage: Storage, group_len: usize) -> Self {
-        let int_segments = match storage {
-            Storage::Code(QuantType::Int2 | QuantType::Int3 | QuantType::Int4 | QuantType::Int8) => {
-                segments(k, group_len, INT_SEGMENT)
-            }
-            _ => Vec::new(),
-        };
-        let segments = segments(k, group_len, SEGMENT);
+        let segments = segments(k, group_len);
         let octets = segments.last().map_or(0, |s| s.octet + s.len.div_ceil(OCTET));
         let block_bytes = octets * OCTET * BLOCK * storage.bits() / 8;
         let weights = Lines::zeroed(n.div_ceil(BLOCK) * block_bytes);
         let groups = segments.last().map_or(0, |s| s.group + 1);
-        Self { n, k, storage, groups, group_len, segments, int_segments, block_bytes, weights, scales: None }
+        Self { n, k, storage, groups, group_len, segments, block_bytes, weights, scales: None }
     }
 
     /// Packs a quantized matrix.
@@ -241,7 +240,6 @@ impl Panels {
         self.weights.len()
             + self.scales.as_ref().map_or(0, |s| s.bytes.len() + s.zeros.len())
             + std::mem::size_of_val(&self.segments[..])
-            + std::mem::size_of_val(&self.int_segments[..])
     }
 
     /// Overwrites every byte that holds no value: the nibbles, values, scales and zero points of padding.

@@ -71,7 +71,8 @@ impl Linear {
         if run < p.k && self.order().is_some() {
             return Some("runs of the grid are inputs, and the columns have another order");
         }
-        let crosses = p.int_segments.iter().any(|s| s.at / run != (s.at + s.len - 1) / run);
+        let mut pieces = p.segments.iter().flat_map(|s| s.pieces());
+        let crosses = pieces.any(|(at, len, _)| at / run != (at + len - 1) / run);
         crosses.then_some("a run of the grid ends within 16 inputs of a weight group")
     }
 }

@@ -1,6 +1,6 @@
 //! The scalar references of a quantized linear layer: plain loops over the codes, no layout, no threads. Slow.
 
-use super::layout::{INT_SEGMENT, SEGMENT};
+use super::layout::{PIECE, SEGMENT};
 use dsq_quant::{InputGrid, QuantizedMatrix};
 
 /// `out [m, n] = x [m, k] * dequantize(W)^T` in the order of the header of [`crate::linear`]: the fast paths are
@@ -39,9 +39,21 @@ pub fn matmul_int8_reference(w: &QuantizedMatrix, grid: Option<&InputGrid>, x: &
             let mut total = 0.0f32;
             for_segments(w, |group, at, len| {
                 let p = w.qparams(w.scale_index(row, group));
-                let dot: i32 =
-                    (at..at + len).map(|i| (i32::from(w.codes[row * w.k + i]) - p.zero) * i32::from(codes[i])).sum();
-                total = p.scale.mul_add(scales[at] * dot as f32, total);
+                let pieces = || (at..at + len).step_by(PIECE).map(|i| i..(i + PIECE).min(at + len));
+                let mut part = 0.0f32;
+                if !w.zeros.is_empty() {
+                    let mut minus = 0.0f32;
+                    for piece in pieces() {
+                        let sum: i32 = piece.clone().map(|i| i32::from(codes[i])).sum();
+                        minus = scales[piece.start].mul_add(-sum as f32, minus);
+                    }
+                    part = p.zero as f32 * minus;
+                }
+                for piece in pieces() {
+                    let dot: i32 = piece.clone().map(|i| i32::from(w.codes[row * w.k + i]) * i32::from(codes[i])).sum();
+                    part = (dot as f32).mul_add(scales[piece.start], part);
+                }
+                total = p.scale.mul_add(part, total);
             });
             out[t * w.n + row] = total;
         }
@@ -52,8 +64,8 @@ pub fn matmul_int8_reference(w: &QuantizedMatrix, grid: Option<&InputGrid>, x: &
 fn for_segments(w: &QuantizedMatrix, mut body: impl FnMut(usize, usize, usize)) {
     for (group, start) in (0..w.k).step_by(w.group_len().max(1)).enumerate() {
         let end = (start + w.group_len()).min(w.k);
-        for at in (start..end).step_by(INT_SEGMENT) {
-            body(group, at, INT_SEGMENT.min(end - at));
+        for at in (start..end).step_by(SEGMENT) {
+            body(group, at, SEGMENT.min(end - at));
         }
     }
 }
@@ -61,16 +73,18 @@ fn for_segments(w: &QuantizedMatrix, mut body: impl FnMut(usize, usize, usize)) 
 /// Codes and, for each value, its scale, by the rule of the mode.
 fn rounded(w: &QuantizedMatrix, x: &[f32]) -> (Vec<i8>, Vec<f32>) {
     let (mut codes, mut scales) = (vec![0i8; x.len()], vec![0.0f32; x.len()]);
-    for_segments(w, |_, at, len| {
-        let values = &x[at..at + len];
-        let absmax = values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-        let scale = absmax / 127.0;
-        if !values.iter().all(|v| v.is_finite()) {
-            scales[at..at + len].fill(f32::NAN);
-        } else if scale >= f32::MIN_POSITIVE {
-            scales[at..at + len].fill(scale);
-            for (code, v) in codes[at..].iter_mut().zip(values) {
-                *code = (v * (127.0 / absmax)).round_ties_even() as i8;
+    for_segments(w, |_, from, len| {
+        for at in (from..from + len).step_by(PIECE) {
+            let values = &x[at..(at + PIECE).min(from + len)];
+            let absmax = values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+            let scale = absmax / 127.0;
+            if !values.iter().all(|v| v.is_finite()) {
+                scales[at..at + values.len()].fill(f32::NAN);
+            } else if scale >= f32::MIN_POSITIVE {
+                scales[at..at + values.len()].fill(scale);
+                for (code, v) in codes[at..].iter_mut().zip(values) {
+                    *code = (v * (127.0 / absmax)).round_ties_even() as i8;
+                }
             }
         }
     });

@@ -19,7 +19,7 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
     let len = prompt + args.gen_tokens;
     let pool = args.runtime.new_pool(model, sequences + 1, len)?;
     let step_tokens = 2 * sequences;
-    let settings = EngineSettings { sequences, step_tokens, share_prefixes: true };
+    let settings = EngineSettings { sequences, step_tokens, share_prefixes: pool.policy().shares() };
     let mut engine = Engine::new(model, None, pool, settings)?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let vocab = model.config().vocab_size as u32;
