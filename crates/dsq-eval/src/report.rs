@@ -227,7 +227,9 @@ pub(crate) fn show(metric: &str, value: &Value) -> String {
             None => return other.to_string(),
         },
     };
-    if matches!(metric, "top1" | "top5" | "top1_agreement" | "top1_difference" | "hit_rate" | "rms_delta_p") {
+    let of_tasks = metric.starts_with("accuracy") || metric.starts_with("greedy") || metric.ends_with("padding_share");
+    let share = ["top1", "top5", "top1_agreement", "top1_difference", "hit_rate", "rms_delta_p", "agreement"];
+    if of_tasks || share.contains(&metric) {
         return format!("{:.2}%", 100.0 * number);
     }
     significant(number)

@@ -371,14 +371,15 @@ pub fn evaluate_text<E: From<EvalError>>(
 }
 
 /// One row of logits with its log-sum-exp.
-struct Distribution<'a> {
+pub(crate) struct Distribution<'a> {
     logits: &'a [f32],
     lse: f64,
-    first: usize,
+    /// The first choice: the lowest index at a tie.
+    pub(crate) first: usize,
 }
 
 impl<'a> Distribution<'a> {
-    fn new(logits: &'a [f32], side: &'static str, position: usize) -> Result<Self, EvalError> {
+    pub(crate) fn new(logits: &'a [f32], side: &'static str, position: usize) -> Result<Self, EvalError> {
         if let Some(entry) = logits.iter().position(|x| !x.is_finite()) {
             return Err(EvalError::NonFinite { side, position, entry, value: logits[entry] });
         }
@@ -388,7 +389,7 @@ impl<'a> Distribution<'a> {
         Ok(Self { logits, lse, first })
     }
 
-    fn nll(&self, target: usize) -> f64 {
+    pub(crate) fn nll(&self, target: usize) -> f64 {
         self.lse - f64::from(self.logits[target])
     }
 

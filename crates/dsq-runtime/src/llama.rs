@@ -30,6 +30,13 @@ pub enum Logits {
     Last,
     /// Of every token: `[tokens, vocab]`.
     All,
+    /// Of the tokens `from..to` of the entry: `[to - from, vocab]`.
+    Part {
+        /// The first.
+        from: usize,
+        /// Behind the last.
+        to: usize,
+    },
 }
 
 /// What one sequence does in a step: `tokens` are appended to it.
@@ -412,6 +419,10 @@ impl LlamaRuntime {
                 Logits::Last if part.end == e.tokens.len() => row + part.len() - 1..row + part.len(),
                 Logits::Last => row..row,
                 Logits::All => row..row + part.len(),
+                Logits::Part { from, to } => {
+                    let (from, to) = (from.clamp(part.start, part.end), to.clamp(part.start, part.end));
+                    row + from - part.start..row + to.max(from) - part.start
+                }
             };
             head.norm(&self.config, rows.clone(), wanted, scratch);
             wanted += rows.len();
