@@ -409,4 +409,22 @@ mod tests {
         assert!(e.to_string().contains("expected at least one item") && e.exit_code() == 3, "{e}");
         assert_eq!(TaskFile::read(Path::new("/none"), None).unwrap_err().exit_code(), 4);
     }
+
+    proptest::proptest! {
+        /// Damaged files are errors that name the file, or read as something else, and never a panic.
+        #[test]
+        fn damaged_files_are_no_panic(at in 0usize..2000, byte in proptest::num::u8::ANY, cut in 0usize..2000) {
+            let mut bytes: Vec<u8> = [pair(0, 0), pair(1, 1)].concat().iter().flat_map(|r| format!("{r}\n").into_bytes()).collect();
+            let (at, cut) = (at % bytes.len(), cut % bytes.len());
+            bytes[at] = byte;
+            bytes.truncate(bytes.len() - cut / 8);
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("damaged.jsonl");
+            std::fs::write(&path, &bytes).unwrap();
+            match TaskFile::read(&path, None) {
+                Ok(file) => proptest::prop_assert!(file.items.iter().all(|i| i.gold < i.choices.len())),
+                Err(e) => proptest::prop_assert!(e.to_string().contains("damaged.jsonl"), "{}", e),
+            }
+        }
+    }
 }
