@@ -335,7 +335,8 @@ mod tests {
             edit(&mut lines[at]);
             read(&lines, None).unwrap_err().to_string()
         };
-        let cases: [(usize, &dyn Fn(&mut Value), &str); 14] = [
+        type Edit<'a> = &'a dyn Fn(&mut Value);
+        let cases: [(usize, Edit, &str); 14] = [
             (
                 2,
                 &|r| r["request_type"] = json!("generate_until"),
