@@ -7,7 +7,8 @@ use crate::{Global, error::CliError, output};
 use dsq_checkpoint::{Checkpoint, ModelConfig, write_atomic};
 use dsq_eval::{Answer, EvalError, Item, Report, Row, TaskFile, padding, task_metrics, token_scores};
 use dsq_runtime::{
-    Activations, Continuation, Continuations, KvType, LlamaRuntime, Packing, Ran, RowsFn, TextTokenizer, packed, padded,
+    Activations, Continuation, Continuations, KvType, LlamaRuntime, Packing, PredictionsFn, Ran, TextTokenizer, packed,
+    padded,
 };
 use indicatif::ProgressBar;
 use rayon::prelude::*;
@@ -146,7 +147,13 @@ impl Side {
         let total: usize = self.asked.iter().flatten().flatten().map(|c| c.targets().len()).sum();
         let bar = match global.json {
             true => ProgressBar::hidden(),
-            false => output::progress(total as u64, &format!("{} {{bar:30}} {{pos}}/{{len}} tokens {{eta}}", self.name)),
+            false => {
+                let ways = if compare.is_some() { 3 } else { 1 };
+                output::progress(
+                    ways * total as u64,
+                    &format!("{} {{bar:30}} {{pos}}/{{len}} tokens {{eta}}", self.name),
+                )
+            }
         };
         let mut runs = Vec::new();
         for (file, groups) in files.iter().zip(&self.asked) {
@@ -228,7 +235,7 @@ impl Turn<'_> {
     fn time(
         &self,
         way: &mut Way,
-        run: &mut dyn FnMut(RowsFn<'_, CliError>) -> Result<Ran, CliError>,
+        run: &mut dyn FnMut(PredictionsFn<'_, CliError>) -> Result<Ran, CliError>,
     ) -> Result<Vec<Vec<Answer>>, CliError> {
         let mut answers: Vec<Vec<Answer>> = self.groups.iter().map(|g| vec![Answer::default(); g.len()]).collect();
         let start = Instant::now();

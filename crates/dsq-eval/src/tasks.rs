@@ -335,7 +335,8 @@ mod tests {
             edit(&mut lines[at]);
             read(&lines, None).unwrap_err().to_string()
         };
-        let cases: [(usize, &dyn Fn(&mut Value), &str); 14] = [
+        type Edit<'a> = &'a dyn Fn(&mut Value);
+        let cases: [(usize, Edit, &str); 14] = [
             (
                 2,
                 &|r| r["request_type"] = json!("generate_until"),
@@ -408,5 +409,23 @@ mod tests {
         let e = read_text("\n", None).unwrap_err();
         assert!(e.to_string().contains("expected at least one item") && e.exit_code() == 3, "{e}");
         assert_eq!(TaskFile::read(Path::new("/none"), None).unwrap_err().exit_code(), 4);
+    }
+
+    proptest::proptest! {
+        /// Damaged files are errors that name the file, or read as something else, and never a panic.
+        #[test]
+        fn damaged_files_are_no_panic(at in 0usize..2000, byte in proptest::num::u8::ANY, cut in 0usize..2000) {
+            let mut bytes: Vec<u8> = [pair(0, 0), pair(1, 1)].concat().iter().flat_map(|r| format!("{r}\n").into_bytes()).collect();
+            let (at, cut) = (at % bytes.len(), cut % bytes.len());
+            bytes[at] = byte;
+            bytes.truncate(bytes.len() - cut / 8);
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("damaged.jsonl");
+            std::fs::write(&path, &bytes).unwrap();
+            match TaskFile::read(&path, None) {
+                Ok(file) => proptest::prop_assert!(file.items.iter().all(|i| i.gold < i.choices.len())),
+                Err(e) => proptest::prop_assert!(e.to_string().contains("damaged.jsonl"), "{}", e),
+            }
+        }
     }
 }

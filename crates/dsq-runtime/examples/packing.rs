@@ -5,7 +5,7 @@
 
 use dsq_checkpoint::Checkpoint;
 use dsq_eval::padding;
-use dsq_runtime::{Continuation, KvType, LlamaRuntime, Packing, Row, RuntimeError, packed, padded};
+use dsq_runtime::{Continuation, KvType, LlamaRuntime, Packing, Prediction, RuntimeError, packed, padded};
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let (mut ratios, mut rates) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let (mut ours, mut theirs) = (vec![Vec::new(); groups.len()], vec![Vec::new(); groups.len()]);
-            let keep = |out: &mut Vec<Vec<u32>>, rows: &[Row], logits: &[f32]| {
+            let keep = |out: &mut Vec<Vec<u32>>, rows: &[Prediction], logits: &[f32]| {
                 for (row, logits) in rows.iter().zip(logits.chunks_exact(vocab as usize)) {
                     out[row.group] = logits.iter().map(|x| x.to_bits()).collect();
                 }

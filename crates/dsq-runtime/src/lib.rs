@@ -42,7 +42,7 @@ pub use image::ImageRuntime;
 pub use json::Json;
 pub use kv_report::PolicyRun;
 pub use llama::{Entry, LlamaRuntime, Logits};
-pub use packed::{Packing, Ran, Row, RowsFn, packed, padded};
+pub use packed::{Packing, Prediction, PredictionsFn, Ran, packed, padded};
 pub use policy::KvPolicy;
 pub use profile::{Cost, Op};
 pub use sampler::{Sampler, Sampling};

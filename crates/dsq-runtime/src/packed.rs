@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 /// Which prediction a row of logits belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Row {
+pub struct Prediction {
     /// The group.
     pub group: usize,
     /// The continuation in its group.
@@ -22,7 +22,7 @@ pub struct Row {
 }
 
 /// Takes some rows and their logits `[rows, vocab]`.
-pub type RowsFn<'a, E> = &'a mut dyn FnMut(&[Row], &[f32]) -> Result<(), E>;
+pub type PredictionsFn<'a, E> = &'a mut dyn FnMut(&[Prediction], &[f32]) -> Result<(), E>;
 
 /// How [`packed`] runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct Packing {
 
 impl Default for Packing {
     fn default() -> Self {
-        Self { positions: 8192, kv: KvType::F32, share: true }
+        Self { positions: 4096, kv: KvType::F32, share: true }
     }
 }
 
@@ -71,7 +71,7 @@ pub fn packed<E: From<RuntimeError>>(
     model: &LlamaRuntime,
     groups: &[Vec<Continuation>],
     packing: Packing,
-    each: RowsFn<'_, E>,
+    each: PredictionsFn<'_, E>,
 ) -> Result<Ran, E> {
     let all = || groups.iter().flatten();
     let common = |of: &mut dyn Iterator<Item = &Continuation>| if packing.share { beginning(of) } else { 0 };
@@ -187,7 +187,7 @@ pub fn padded<E: From<RuntimeError>>(
     model: &LlamaRuntime,
     groups: &[Vec<Continuation>],
     (batch, pad, kv): (usize, u32, KvType),
-    each: RowsFn<'_, E>,
+    each: PredictionsFn<'_, E>,
 ) -> Result<Ran, E> {
     let all: Vec<(usize, usize, &Continuation)> =
         groups.iter().enumerate().flat_map(|(g, of)| of.iter().enumerate().map(move |(m, c)| (g, m, c))).collect();
@@ -219,12 +219,12 @@ pub fn padded<E: From<RuntimeError>>(
 }
 
 /// Which logits are wanted of tokens `at..to` of a continuation, and their rows: the logits of a token predict the one after it.
-fn wanted(c: &Continuation, group: usize, member: usize, at: usize, to: usize, rows: &mut Vec<Row>) -> Logits {
+fn wanted(c: &Continuation, group: usize, member: usize, at: usize, to: usize, rows: &mut Vec<Prediction>) -> Logits {
     let first = (c.from - 1).max(at);
     if first >= to {
         return Logits::None;
     }
-    rows.extend((first..to).map(|i| Row { group, member, position: i + 1 }));
+    rows.extend((first..to).map(|i| Prediction { group, member, position: i + 1 }));
     Logits::Part { from: first - at, to: to - at }
 }
 

@@ -4,8 +4,8 @@
 use dsq_checkpoint::{Checkpoint, ModelConfig};
 use dsq_eval::{Answer, TaskFile, padding, task_metrics, token_scores};
 use dsq_runtime::{
-    Continuation, Continuations, KvType, LlamaRuntime, Logits, Packing, Ran, Row, RuntimeError, TextTokenizer, packed,
-    padded,
+    Continuation, Continuations, KvType, LlamaRuntime, Logits, Packing, Prediction, Ran, RuntimeError, TextTokenizer,
+    packed, padded,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -26,7 +26,7 @@ fn load(name: &str, threads: usize) -> LlamaRuntime {
 struct All(BTreeMap<(usize, usize), (usize, Vec<u32>)>);
 
 impl All {
-    fn take(&mut self, groups: &[Vec<Continuation>], rows: &[Row], logits: &[f32]) {
+    fn take(&mut self, groups: &[Vec<Continuation>], rows: &[Prediction], logits: &[f32]) {
         let vocab = logits.len() / rows.len();
         for (row, logits) in rows.iter().zip(logits.chunks_exact(vocab)) {
             let from = groups[row.group][row.member].from;
@@ -74,7 +74,8 @@ fn alone(model: &LlamaRuntime, groups: &[Vec<Continuation>]) -> All {
             let mut cache = model.new_cache(c.fed().len()).unwrap();
             let logits = model.forward(c.fed(), &mut cache, Logits::All).unwrap();
             let vocab = logits.len() / c.fed().len();
-            let rows: Vec<Row> = (c.from..c.tokens.len()).map(|position| Row { group, member, position }).collect();
+            let rows: Vec<Prediction> =
+                (c.from..c.tokens.len()).map(|position| Prediction { group, member, position }).collect();
             all.take(groups, &rows, &logits[(c.from - 1) * vocab..]);
         }
     }
