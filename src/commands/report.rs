@@ -76,8 +76,8 @@ fn about(report: &Report) -> String {
 }
 
 fn markdown(reports: &[Named]) -> String {
-    // A bar would end a cell.
-    let cell = |text: &String| text.replace('\\', "\\\\").replace('|', "\\|").replace('\n', " ");
+    // A bar would end a cell, and a sign of HTML begin a tag.
+    let cell = |text: &String| escape(&text.replace('\\', "\\\\").replace('|', "\\|").replace('\n', " "));
     let mut out = String::from("# Report of dsq\n");
     for r in reports {
         out += &format!("\n## {}\n\n{}\n\n", cell(&r.name), cell(&about(&r.report)));
@@ -216,7 +216,10 @@ mod tests {
         assert!(!page.contains("src=") && !page.contains("href=") && !page.contains("<script"), "nothing is fetched");
         let text = markdown(&reports);
         assert!(
-            text.contains("## w8\\|x") && text.contains("| model | 0.01 | 8.25 |") && !text.contains("kl_histogram"),
+            text.contains("## w8\\|x")
+                && text.contains("## w4 &lt;b&gt;")
+                && text.contains("| model | 0.010000 | 8.2500 |")
+                && !text.contains("kl_histogram"),
             "{text}"
         );
         // One alone has no history and nothing to compare.
