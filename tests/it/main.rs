@@ -5,6 +5,7 @@ mod cli;
 mod columns;
 mod command;
 mod efficientnet;
+mod eval_text;
 mod float_coded;
 mod gguf;
 mod gguf_split;
