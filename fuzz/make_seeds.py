@@ -3,6 +3,7 @@
 DSQ is the built binary. Needs numpy, torch and tokenizers (any recent versions: only the forms of the files matter).
 """
 
+import gzip
 import json
 import pathlib
 import shutil
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 
 import numpy as np
 import torch
@@ -133,6 +135,14 @@ def main():
                        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 16})]:
         put("config", kind, json.dumps({**config, "rope_scaling": {"rope_type": kind, **more}}))
     put("config", "resnet", json.dumps({"model_type": "resnet", "architectures": ["ResNet"], "channels": [8, 16], "blocks_per_stage": 1, "num_classes": 10}))
+    header = {"format": 1, "dsq": "0", "of": {"model_sha256": "m", "tokens_sha256": "t", "context": 4, "stride": 4, "vocab": 20}}
+    pairs = b"".join(struct.pack("<If", i % 20, -0.5 * (i % 20)) for i in range(65))
+    row = zlib.compress(struct.pack("<f", 0.0) + pairs + bytes(64 * i % 256 for i in range(20)) + bytes(i // 4 for i in range(20)), 1)
+    put("logits", "two_rows", json.dumps(header).encode() + b"\n" + 2 * (struct.pack("<I", len(row)) + row))
+    for name in ["choice", "partial", "predict"]:
+        lines = (HERE.parents[1] / "tests/golden/tasks" / f"{name}.jsonl").read_bytes().splitlines(keepends=True)
+        put("tasks", name, b"".join(lines[:4]))
+    put("tasks", "gzip", gzip.compress(b"".join(lines[:2]), mtime=0))
     put("chat_template", "chatml", "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     put("chat_template", "checks", "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}{% endif %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{{ eos_token }}{% endfor %}")
     put("chat_template", "namespace", "{% set ns = namespace(n=0) %}{% set ns.n = [ns] %}{{ ns.n }}")

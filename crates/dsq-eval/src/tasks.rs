@@ -11,7 +11,7 @@
 use crate::EvalError;
 use serde_json::Value;
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -69,7 +69,13 @@ impl TaskFile {
         loop {
             line.clear();
             number += 1;
-            let read = lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).map_err(io)?;
+            let read = lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).map_err(|e| match e.kind() {
+                // What the unpacker says of a stream; a file that cannot be read gives other kinds.
+                ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
+                    reader.error(number, format!("expected a gzip file that can be unpacked, got one that cannot: {e}"))
+                }
+                _ => io(e),
+            })?;
             if read as u64 == MAX_LINE {
                 return Err(reader.error(number, format!("expected at most {} bytes, got more", MAX_LINE - 1)));
             }
@@ -323,7 +329,12 @@ mod tests {
         assert_eq!((file.name.as_str(), file.items.len()), ("hellaswag/rc_0shot", 1));
         std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
         let e = TaskFile::read(&path, None).unwrap_err();
-        assert!(e.exit_code() == 4 && e.to_string().contains("requests.jsonl.gz"), "{e}");
+        assert!(
+            e.exit_code() == 3
+                && e.to_string().contains("requests.jsonl.gz")
+                && e.to_string().contains("expected a gzip file"),
+            "{e}"
+        );
         assert_eq!(name(Path::new("requests.jsonl")), "requests");
         assert_eq!(name(Path::new("a/mine.jsonl")), "mine");
     }
