@@ -238,7 +238,14 @@ impl LlamaRuntime {
         self.check(pool, &[Entry { sequence, tokens, logits }])?;
         let (mut made, pieces) = (Vec::new(), tokens.len().div_ceil(PREFILL));
         for (i, tokens) in tokens.chunks(PREFILL).enumerate() {
-            let logits = if logits == Logits::Last && i + 1 < pieces { Logits::None } else { logits };
+            let start = i * PREFILL;
+            let logits = match logits {
+                Logits::Last if i + 1 < pieces => Logits::None,
+                Logits::Part { from, to } => {
+                    Logits::Part { from: from.saturating_sub(start), to: to.saturating_sub(start) }
+                }
+                other => other,
+            };
             if let Err(e) = self.step(pool, &mut [Entry { sequence, tokens, logits }], &mut made) {
                 if i > 0 {
                     pool.cut(sequence, 0);

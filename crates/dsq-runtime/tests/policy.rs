@@ -106,6 +106,23 @@ fn a_window_gives_the_bits_of_its_mask() {
 }
 
 #[test]
+fn a_part_of_the_logits_is_the_same_part_where_a_prompt_goes_through_in_pieces() {
+    let model = load("llama_tiny", 1);
+    let (tokens, vocab) = (text(220, 128), 128);
+    for policy in [FULL, window(4, 40), entropy(48, 4, 16)] {
+        let run = |logits| {
+            let mut cache = model.new_cache_of(tokens.len(), KvType::F32, policy).unwrap();
+            model.forward(&tokens, &mut cache, logits).unwrap()
+        };
+        let all = run(Logits::All);
+        for (from, to) in [(150, 215), (0, 10), (192, 193), (200, 220), (7, 7)] {
+            let part = run(Logits::Part { from, to });
+            assert_eq!(bits(&part), bits(&all[from * vocab..to * vocab]), "{policy:?} {from}..{to}");
+        }
+    }
+}
+
+#[test]
 fn blocks_out_of_sight_return_to_the_pool() {
     // Window 8 of mistral's own: no sinks, and the shorter one holds.
     for (name, sinks, seen) in [("llama_tiny", 20, 40), ("mistral_tiny", 0, 8)] {
