@@ -112,7 +112,7 @@ pub fn forward((runtime, kv): (&LlamaRuntime, KvType), tokens: &[u32]) -> Result
 }
 
 /// Digest of a model's config and stored tensors.
-fn digest(model: &Checkpoint) -> Result<String, CliError> {
+pub fn digest(model: &Checkpoint) -> Result<String, CliError> {
     let mut hash = Sha256::new();
     hash.update(format!("{:?}", model.config()));
     let mut names = model.names();

@@ -9,24 +9,29 @@ use dsq_quant::{FloatType, Granularity, QuantArgs, QuantType, QuantizedMatrix};
 #[derive(clap::Args, Debug)]
 pub struct Args {}
 
-/// Runs the command.
-pub fn run(_args: Args, global: &Global) -> Result<u8, CliError> {
-    let here = Hardware::detect();
+/// The kinds of layer, and the kernel that each runs on here. The answer is asked of layers of each kind, so that it is the one a model
+/// gets.
+pub fn kernels() -> Result<Vec<(&'static str, String)>, CliError> {
     let fail = |e: dsq_quant::QuantError| CliError::new(70, format!("doctor: {e}"));
     let layer = |args| {
         let matrix = QuantizedMatrix::quantize(&[0.5; 64], 2, 32, args).map_err(fail)?;
         Linear::new(&matrix).map(|l| l.describe()).map_err(fail)
     };
     let int4 = QuantArgs::int4(Granularity::PerGroup(32), FloatType::F32);
-    // The answer is asked of layers of each kind, so that it is the one a model gets.
-    let kernels = [
+    Ok(vec![
         ("int4 linear", layer(int4)?),
         ("int8 linear", layer(QuantArgs { qtype: QuantType::Int8, ..int4 })?),
         ("fp8 linear", layer(QuantArgs::fp8(Granularity::PerChannel, FloatType::F32))?),
         ("nvfp4 linear", layer(QuantArgs::nvfp4())?),
         ("mxfp4 linear", layer(QuantArgs::mxfp4())?),
         ("float linear", FloatLinear::new(&[0.5; 64], 2, 32, FloatType::F32).map_err(fail)?.describe()),
-    ];
+    ])
+}
+
+/// Runs the command.
+pub fn run(_args: Args, global: &Global) -> Result<u8, CliError> {
+    let here = Hardware::detect();
+    let kernels = kernels()?;
     let features = here.features.join(" ");
     let mut report = Report::new("doctor")
         .about("arch", here.arch.clone())

@@ -15,6 +15,14 @@ const BATCH: usize = 64;
 
 /// Runs the command.
 pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
+    let (report, pictures) = measure(args, dir, global)?;
+    let about = format!("{pictures} pictures; brackets: 95% Wilson interval");
+    output::report(&report, args.out.as_deref(), global.json, &about)?;
+    Ok(0)
+}
+
+/// What the command reports, and of how many pictures.
+pub fn measure(args: &Args, dir: &Path, global: &Global) -> Result<(Report, usize), CliError> {
     global.use_threads();
     let model = load(&args.model)?;
     let reference = args.reference.as_deref().map(load).transpose()?;
@@ -58,9 +66,7 @@ pub fn run(args: &Args, dir: &Path, global: &Global) -> Result<u8, CliError> {
         report = report.about("reference", path.display().to_string());
         report.rows.push(row.number("resident_bytes", r.resident_bytes() as f64));
     }
-    let about = format!("{} pictures; brackets: 95% Wilson interval", labels.len());
-    output::report(&report, args.out.as_deref(), global.json, &about)?;
-    Ok(0)
+    Ok((report, labels.len()))
 }
 
 fn load(path: &Path) -> Result<ImageRuntime, CliError> {

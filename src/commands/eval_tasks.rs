@@ -40,6 +40,17 @@ pub struct TaskArgs {
 
 /// Runs the command.
 pub fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
+    let (report, items) = measure(args, global)?;
+    let about = format!(
+        "{items} items; brackets: 95% Wilson interval of shares, bootstrap over items of means and differences; positions a second \
+         are those given"
+    );
+    output::report(&report, args.out.as_deref(), global.json, &about)?;
+    Ok(0)
+}
+
+/// What the command reports, and of how many items.
+pub fn measure(args: &Args, global: &Global) -> Result<(Report, usize), CliError> {
     global.use_threads();
     let (options, max) = (&args.task, args.task.max_items.map(|n| n as usize));
     let files = args.tasks.iter().map(|f| TaskFile::read(f, max)).collect::<Result<Vec<_>, _>>()?;
@@ -75,12 +86,7 @@ pub fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
     if let Some(file) = &options.answers_out {
         write_atomic(file, lines.as_bytes())?;
     }
-    let about = format!(
-        "{items} items; brackets: 95% Wilson interval of shares, bootstrap over items of means and differences; positions a second \
-         are those given"
-    );
-    output::report(&report, args.out.as_deref(), global.json, &about)?;
-    Ok(0)
+    Ok((report, items))
 }
 
 fn answer_line(file: &TaskFile, item: &Item, answers: &[Answer], reference: Option<&[Answer]>) -> Value {

@@ -3,9 +3,9 @@
 pub mod bench;
 pub mod doctor;
 pub mod eval;
-mod eval_images;
+pub mod eval_images;
 mod eval_kv;
-mod eval_tasks;
+pub mod eval_tasks;
 pub mod export;
 pub mod inspect;
 mod policy;

@@ -1,9 +1,13 @@
 //! `dsq regress`: runs a suite, compares with the committed baselines, prints the verdicts; or makes new baselines.
 //! Exit code 1 when a check fell or is missing, 3 when a baseline cannot be used.
 
-use crate::{Global, error::CliError, output, recipe::Recipe, regress};
+use crate::{Global, commands::report, error::CliError, output, recipe, recipe::Recipe, regress};
 use dsq_checkpoint::write_atomic;
-use dsq_eval::{Check, Hardware, Identity, Job, Outcome, Report, Suite, Verdict, run_suite};
+use dsq_eval::{
+    Ask, Check, Identity, Job, Outcome, Purpose, Report, Setup, Suite, SuiteRecipe, Verdict, junit, run_suite,
+};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Options of `dsq regress`.
@@ -12,15 +16,32 @@ pub struct Args {
     /// The suite: a name (`quick` is regression/quick.toml) or a TOML file.
     #[arg(value_name = "SUITE", default_value = "quick")]
     suite: PathBuf,
-    /// Make what is measured now the new baselines and show the change.
+    /// Make what is measured now the new baselines of this version and show the change.
     #[arg(long, requires = "reason")]
     bless: bool,
     /// Why the baselines change; kept in them.
     #[arg(long, value_name = "TEXT", requires = "bless")]
     reason: Option<String>,
+    /// With --bless: also train with this many seeds (each recipe's own and those behind it), so that the baselines know how far seeds are
+    /// apart; other hardware gives other bits, as another seed does.
+    #[arg(long, value_name = "N", requires = "bless", value_parser = clap::value_parser!(u64).range(2..=32))]
+    seeds: Option<u64>,
+    /// Train with this seed in place of each recipe's own: codes are not compared, and verdicts allow for the noise between seeds, as far as
+    /// the baselines know it.
+    #[arg(long, value_name = "N", conflicts_with = "bless")]
+    seed: Option<u64>,
+    /// Measure nothing: print what each version of dsq measured, from its baselines.
+    #[arg(long, conflicts_with_all = ["bless", "seed", "report", "junit", "keep"])]
+    history: bool,
     /// Also write the checks and every measurement to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
+    /// Also write one page with the checks, the measurements, the history and plots.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Also write the checks as JUnit XML, which CI systems read.
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
     /// Keep the run folders in this folder instead of a temporary one.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -33,35 +54,22 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         return Err(CliError::usage("--reason: expected a sentence that says why the baselines change, got none"));
     }
     let suite = Suite::load(&suite_path(&args.suite))?;
-    let hardware = Hardware::detect();
+    if args.history {
+        let table = regress::history::history(&suite, &[])?;
+        if let Some(file) = &args.html {
+            write_atomic(file, report::page(vec![(format!("history of {}", suite.name), table.clone())]).as_bytes())?;
+        }
+        output::line(if global.json { table.to_json() } else { table.table() });
+        return Ok(0);
+    }
+    let setup = regress::setup::detect(global)?;
     let scratch = tempfile::tempdir().map_err(|e| CliError::new(4, format!("temporary folder: cannot create: {e}")))?;
     let folder = args.keep.as_deref().unwrap_or(scratch.path());
-    let outcome = run_suite::<CliError>(
-        &suite,
-        &hardware,
-        reason,
-        &mut |job| match job {
-            Job::Fixed => Ok(Identity { recipe_sha256: regress::fixed::identity(), seed: 0 }),
-            Job::Recipe(r) => {
-                let recipe = Recipe::load(&r.path, &r.set)?;
-                Ok(Identity { recipe_sha256: recipe.digest(), seed: recipe.seed })
-            }
-        },
-        &mut |job| {
-            let dir = folder.join(job.name());
-            match job {
-                Job::Fixed => regress::fixed::measure(&dir, global.threads(), &mut |_, _| {}),
-                Job::Recipe(r) => {
-                    let measured = regress::recipe::measure(&Recipe::load(&r.path, &r.set)?, &dir, global);
-                    // A suite starts from the beginning: the hint of the training, to resume, does not help here.
-                    measured.map_err(|e| match e.code() {
-                        130 => CliError::new(130, format!("interrupted in {}; nothing was compared", job.name())),
-                        _ => e,
-                    })
-                }
-            }
-        },
-    )?;
+    let purpose = Purpose { bless: reason, seeds: args.seeds.unwrap_or(1), seed: args.seed };
+    let work = Work { suite: &suite, folder, global, trained: RefCell::default() };
+    let outcome = run_suite::<CliError>(&suite, &setup, purpose, &mut |job| work.identify(job), &mut |job, ask| {
+        work.measure(job, ask)
+    })?;
     for baseline in &outcome.blessed {
         if let Some(parent) = baseline.path.parent() {
             std::fs::create_dir_all(parent)
@@ -69,16 +77,117 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         }
         write_atomic(&baseline.path, baseline.to_json().as_bytes())?;
     }
-    let report = report(&suite, &hardware, &outcome, reason);
+    let checks = checks(&suite, &setup, &outcome, reason);
     if let Some(file) = &args.report {
-        write_atomic(file, format!("{}\n", report.to_json()).as_bytes())?;
+        write_atomic(file, format!("{}\n", checks.to_json()).as_bytes())?;
+    }
+    if let Some(file) = &args.junit {
+        write_atomic(file, junit(&suite.name, &outcome.checks).as_bytes())?;
+    }
+    if let Some(file) = &args.html {
+        let now = if reason.is_some() { &[][..] } else { &outcome.reports };
+        let history = regress::history::history(&suite, now)?;
+        let mut all = vec![(format!("regress {}", suite.name), checks.clone()), ("history".into(), history)];
+        all.extend(outcome.reports.iter().cloned());
+        write_atomic(file, report::page(all).as_bytes())?;
     }
     if global.json {
-        output::line(report.to_json());
+        output::line(checks.to_json());
     } else {
         print(&outcome);
     }
     Ok(u8::from(args.reason.is_none() && outcome.failed()))
+}
+
+/// Where and how jobs are measured.
+struct Work<'a> {
+    suite: &'a Suite,
+    folder: &'a Path,
+    global: &'a Global,
+    /// What recipes gave, by name and seed: models made of them do not train them again.
+    trained: RefCell<BTreeMap<(String, u64), Report>>,
+}
+
+impl Work<'_> {
+    /// The recipe of that name in the suite, which was checked to be there.
+    fn recipe(&self, name: &str) -> Result<&SuiteRecipe, CliError> {
+        let found = self.suite.recipes.iter().find(|r| r.name() == name);
+        found.ok_or_else(|| CliError::new(70, format!("regress: no recipe {name}")))
+    }
+
+    fn identify(&self, job: &Job<'_>) -> Result<Identity, CliError> {
+        let of = |r: &SuiteRecipe| -> Result<Identity, CliError> {
+            let recipe = Recipe::load(&r.path, &r.set)?;
+            Ok(Identity { recipe_sha256: recipe.digest(), seed: recipe.seed })
+        };
+        match job {
+            Job::Fixed => Ok(Identity { recipe_sha256: regress::fixed::identity(), seed: 0 }),
+            Job::Recipe(r) => of(r),
+            Job::Model(m) => {
+                let recipe = m.recipe.as_deref().map(|name| of(self.recipe(name)?)).transpose()?;
+                let digest = recipe.as_ref().map(|r| r.recipe_sha256.as_str());
+                let recipe_sha256 = regress::model::identity(m, digest)?;
+                Ok(Identity { recipe_sha256, seed: recipe.map_or(0, |r| r.seed) })
+            }
+        }
+    }
+
+    fn measure(&self, job: &Job<'_>, ask: Ask<'_>) -> Result<Report, CliError> {
+        let identity = self.identify(job)?;
+        let seed = ask.seed.unwrap_or(identity.seed);
+        let dir = self.folder.join(format!("{}-seed{seed}", job.name()));
+        let report = match job {
+            Job::Fixed => regress::fixed::measure(&self.folder.join(job.name()), self.global.threads(), &mut |_, _| {}),
+            Job::Recipe(r) => self.train(r, seed),
+            Job::Model(m) => {
+                let source = match &m.recipe {
+                    Some(name) => {
+                        let recipe = self.recipe(name)?;
+                        self.train(recipe, seed)?;
+                        self.run_dir(recipe, seed).join(crate::jobs::place::FLOAT)
+                    }
+                    None => regress::model::resolve(m.source.as_deref().unwrap_or(Path::new("")))?,
+                };
+                regress::model::measure(
+                    m,
+                    &regress::model::Run { source, dir, baseline: ask.baseline, global: self.global },
+                )
+            }
+        };
+        // A suite starts from the beginning: the hint of the training, to resume, does not help here.
+        let report = report.map_err(|e| match e.code() {
+            130 => CliError::new(130, format!("interrupted in {}; nothing was compared", job.name())),
+            _ => e,
+        })?;
+        Ok(report
+            .about("recipe_sha256", identity.recipe_sha256)
+            .about("seed", if *job == Job::Fixed { 0 } else { seed }))
+    }
+
+    fn run_dir(&self, recipe: &SuiteRecipe, seed: u64) -> PathBuf {
+        self.folder.join(format!("{}-seed{seed}", recipe.name()))
+    }
+
+    /// Trains a recipe with `seed`, unless this run has done so.
+    fn train(&self, r: &SuiteRecipe, seed: u64) -> Result<Report, CliError> {
+        let key = (r.name(), seed);
+        if let Some(report) = self.trained.borrow().get(&key) {
+            return Ok(report.clone());
+        }
+        let mut set = r.set.clone();
+        let own = Recipe::load(&r.path, &set)?;
+        if seed != own.seed {
+            set.push(format!("seed={seed}"));
+            // A residual network trains with a list of seeds.
+            if let recipe::Job::Cnn(job) = &own.job {
+                let seeds: Vec<u64> = (seed..).take(job.train.seeds.len()).collect();
+                set.push(format!("train.seeds={seeds:?}"));
+            }
+        }
+        let report = regress::recipe::measure(&Recipe::load(&r.path, &set)?, &self.run_dir(r, seed), self.global)?;
+        self.trained.borrow_mut().insert(key, report.clone());
+        Ok(report)
+    }
 }
 
 /// `quick` is `regression/quick.toml`; anything with an ending or a separator is a path.
@@ -91,7 +200,7 @@ fn suite_path(suite: &Path) -> PathBuf {
 }
 
 /// The checks as rows; the measurements behind them under `measured`.
-fn report(suite: &Suite, hardware: &Hardware, outcome: &Outcome, reason: Option<&str>) -> Report {
+fn checks(suite: &Suite, setup: &Setup, outcome: &Outcome, reason: Option<&str>) -> Report {
     let measured: serde_json::Map<String, serde_json::Value> = outcome
         .reports
         .iter()
@@ -99,11 +208,12 @@ fn report(suite: &Suite, hardware: &Hardware, outcome: &Outcome, reason: Option<
         .collect();
     let mut report = Report::new("regress")
         .about("suite", suite.name.as_str())
-        .about("hardware", serde_json::to_value(hardware).unwrap_or_default())
+        .about("setup", serde_json::to_value(setup).unwrap_or_default())
         .about("failed", reason.is_none() && outcome.failed())
-        .about("summary", outcome.summary());
+        .about("summary", outcome.summary())
+        .about("notes", outcome.notes.clone());
     if let Some(reason) = reason {
-        report = report.about("blessed", reason).about("notes", outcome.notes.clone());
+        report = report.about("blessed", reason);
     }
     report = report.about("measured", measured);
     report.rows = outcome.checks.iter().map(Check::to_row).collect();
@@ -119,7 +229,7 @@ fn print(outcome: &Outcome) {
     }
     if outcome.checks.iter().any(|c| c.verdict == Verdict::NotComparable) {
         output::line(
-            "not comparable: the baselines were measured on other hardware, where training gives other bits; the \
+            "not comparable: the baselines are of other hardware, another seed or another base model, which give other bits; the \
              tolerances and the fixed-input checks decide here",
         );
     }

@@ -53,6 +53,13 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     Ok(0)
 }
 
+/// One page of HTML with the tables of these reports, under these names, and all plots that they have numbers for.
+pub fn page(reports: Vec<(String, Report)>) -> String {
+    let named: Vec<Named> =
+        reports.into_iter().map(|(name, report)| Named { name: printable(&name), report }).collect();
+    html(&named)
+}
+
 fn read(path: &Path) -> Result<Named, CliError> {
     let at = printable(&path.to_string_lossy());
     let report: Report = serde_json::from_slice(&input::bytes(path)?)

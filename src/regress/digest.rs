@@ -12,8 +12,9 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 
 /// What the digests are called in reports: codes, scales, zero points, static activation parameters, and every tensor
-/// that is stored in float.
-pub const DIGESTS: [&str; 5] = ["codes_sha256", "scales_sha256", "zeros_sha256", "activations_sha256", "floats_sha256"];
+/// that is stored in float; of a GGUF file one of its tensors' stored bytes instead of all these.
+pub const DIGESTS: [&str; 6] =
+    ["codes_sha256", "scales_sha256", "zeros_sha256", "activations_sha256", "floats_sha256", "blocks_sha256"];
 
 /// A digest over parts in the order they come, with a digest of each part.
 #[derive(Default)]
@@ -39,9 +40,17 @@ impl Parts {
 ///
 /// # Errors
 /// Tensors that cannot be read.
-pub fn add_digests(mut row: Row, export: &Checkpoint) -> Result<Row, CliError> {
+pub fn add_digests(row: Row, export: &Checkpoint) -> Result<Row, CliError> {
     let mut digests: [Parts; DIGESTS.len()] = Default::default();
-    let [codes, scales, zeros, activations, floats] = &mut digests;
+    let [codes, scales, zeros, activations, floats, blocks] = &mut digests;
+    let mut names = export.names();
+    names.sort();
+    if export.is_gguf() {
+        for name in &names {
+            blocks.add(name, [1, 1], export.sha256(name)?.as_bytes());
+        }
+        return Ok(with_digests(row, digests));
+    }
     let mut modules: Vec<String> = export.config().linears().into_iter().map(|l| l.module).collect();
     modules.sort();
     let mut quantized_prefixes = Vec::new();
@@ -64,19 +73,21 @@ pub fn add_digests(mut row: Row, export: &Checkpoint) -> Result<Row, CliError> {
         quantized_prefixes.push(format!("{module}.weight"));
         quantized_prefixes.push(format!("{module}.input_"));
     }
-    let mut names = export.names();
-    names.sort();
     for name in names.iter().filter(|n| !quantized_prefixes.iter().any(|p| n.starts_with(p))) {
         let (dtype, bytes) = export.read_stored(name)?;
         floats.add(&format!("{name} {dtype}"), [bytes.len(), 1], &bytes);
     }
+    Ok(with_digests(row, digests))
+}
+
+fn with_digests(mut row: Row, digests: [Parts; DIGESTS.len()]) -> Row {
     for (metric, digest) in DIGESTS.into_iter().zip(digests) {
         if !digest.parts.is_empty() {
             row = row.text(metric, hex_of(&digest.whole.finalize()));
             row.parts.insert(metric.into(), digest.parts);
         }
     }
-    Ok(row)
+    row
 }
 
 fn bytes_of(codes: &[i8]) -> Vec<u8> {

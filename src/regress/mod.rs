@@ -1,8 +1,11 @@
-//! What a regression suite measures: the fixed-input checks and recipes, each as a report with the digests of its
+//! What a regression suite measures: the fixed-input checks, recipes and models, each as a report with the digests of its
 //! export. Comparing and judging is in `dsq-eval`; the command line is in `commands/regress.rs`.
 
 pub mod digest;
 pub mod fixed;
+pub mod history;
+pub mod model;
 #[cfg(test)]
 mod planted;
 pub mod recipe;
+pub mod setup;

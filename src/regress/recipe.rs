@@ -13,6 +13,9 @@ use dsq_checkpoint::Checkpoint;
 use dsq_eval::Report;
 use std::path::Path;
 
+/// The row of the float model.
+const FLOAT_ROW: &str = "float";
+
 /// Trains `recipe` in the run folder `dir` and measures it. The row `exported` gets the digests and
 /// `requantize_mismatches`, and of a language model `graph_difference`: how far its perplexity is from that of the training
 /// graph, relative.
@@ -49,5 +52,11 @@ pub(super) fn add_checks(mut report: Report, dir: &Path) -> Result<Report, CliEr
         row.set("graph_difference", (exported / graph - 1.0).abs());
     }
     report.rows.insert(at, row);
+    // What was made from the float model is judged beside it.
+    if report.row(FLOAT_ROW).is_some() {
+        for row in report.rows.iter_mut().filter(|r| r.name != FLOAT_ROW) {
+            row.base = Some(FLOAT_ROW.into());
+        }
+    }
     Ok(report)
 }

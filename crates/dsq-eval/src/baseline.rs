@@ -1,17 +1,110 @@
 //! A committed measurement that later ones are compared with. Read strictly: what cannot be trusted is an error and
 //! never a pass.
 
-use crate::{EvalError, Hardware, Report, Row, Samples, Tolerances};
+use crate::{EvalError, Hardware, Report, Row, Samples, Tolerance, Tolerances, suite::tolerance_of};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Version of the baseline's form.
-pub const BASELINE_FORMAT: u32 = 1;
+pub const BASELINE_FORMAT: u32 = 2;
 
 /// Largest baseline file that is read, bytes.
 const MAX_BYTES: u64 = 16 << 20;
+
+/// What measures: everything beside the recipe that numbers may depend on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setup {
+    /// Version of dsq.
+    pub dsq: String,
+    /// `cpu`...
+    pub device: String,
+    /// The kernel that each kind of layer runs on, as `dsq doctor` tells.
+    pub kernels: BTreeMap<String, String>,
+    /// Versions of the direct dependencies that it was built with.
+    pub dependencies: BTreeMap<String, String>,
+    /// The machine.
+    pub hardware: Hardware,
+}
+
+impl Setup {
+    /// How `self` and `other` differ, on a line; `None` when they do not.
+    pub fn difference(&self, other: &Setup) -> Option<String> {
+        let mut all = Vec::new();
+        let mut tell = |what: &str, there: &str, here: &str| {
+            if there != here {
+                all.push(format!("{what} {there} there, {here} here"));
+            }
+        };
+        tell("dsq", &self.dsq, &other.dsq);
+        tell("device", &self.device, &other.device);
+        for (there, here) in [(&self.kernels, &other.kernels), (&self.dependencies, &other.dependencies)] {
+            let mut names: Vec<&String> = there.keys().chain(here.keys()).collect();
+            names.sort_unstable();
+            names.dedup();
+            for name in names {
+                let of = |side: &BTreeMap<String, String>| side.get(name).cloned().unwrap_or_else(|| "none".into());
+                tell(name, &of(there), &of(here));
+            }
+        }
+        all.extend(self.hardware.difference(&other.hardware));
+        (!all.is_empty()).then(|| all.join("; "))
+    }
+}
+
+/// How far a metric moves from one training seed to another: the noise of a run that does not give the same bits.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Seeds {
+    /// The seeds that were measured.
+    pub seeds: Vec<u64>,
+    /// Row -> metric -> standard deviation over the seeds.
+    pub spread: BTreeMap<String, BTreeMap<String, f64>>,
+}
+
+impl Seeds {
+    /// The spread of what the reports, one for each seed, say on the metrics that may move by a tolerance; two reports at least.
+    pub(crate) fn of_reports(reports: &[&Report], tolerances: &Tolerances) -> Self {
+        let seeds = reports.iter().map(|r| r.about.get("seed").and_then(Value::as_u64).unwrap_or(0)).collect();
+        let mut spread: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
+        for row in reports.first().iter().flat_map(|r| &r.rows) {
+            for metric in row.metrics.keys() {
+                let moves = matches!(
+                    tolerance_of(tolerances, &row.name, metric),
+                    Some(Tolerance::Relative(_) | Tolerance::Absolute(_) | Tolerance::Within(_))
+                );
+                let values: Vec<f64> =
+                    reports.iter().filter_map(|r| r.row(&row.name)?.get(metric)).filter(|x| x.is_finite()).collect();
+                if !moves || values.len() != reports.len() {
+                    continue;
+                }
+                let mean = values.iter().sum::<f64>() / values.len() as f64;
+                let squares: f64 = values.iter().map(|x| (x - mean).powi(2)).sum();
+                let deviation = (squares / (values.len() - 1) as f64).sqrt();
+                spread.entry(row.name.clone()).or_default().insert(metric.clone(), deviation);
+            }
+        }
+        Self { seeds, spread }
+    }
+
+    /// By how much a metric of two runs of different seeds may differ from noise alone (95%): `t sqrt(2) s`, with Student's `t` of one
+    /// degree of freedom less than there are seeds. 0 where the metric has no spread.
+    pub(crate) fn noise(&self, row: &str, metric: &str) -> f64 {
+        let s = self.spread.get(row).and_then(|m| m.get(metric)).copied().unwrap_or(0.0);
+        student(self.seeds.len().saturating_sub(1)) * 2f64.sqrt() * s
+    }
+}
+
+/// The 97.5% quantile of Student's t with `freedom` degrees of freedom (tables of any textbook; that of 20 beyond 20, which is wider).
+fn student(freedom: usize) -> f64 {
+    const T: [f64; 20] = [
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+        2.120, 2.110, 2.101, 2.093, 2.086,
+    ];
+    T[freedom.clamp(1, T.len()) - 1]
+}
 
 /// A baseline file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -19,8 +112,6 @@ const MAX_BYTES: u64 = 16 << 20;
 pub struct Baseline {
     /// Version of this form ([`BASELINE_FORMAT`]).
     pub format: u32,
-    /// Version of dsq that measured.
-    pub dsq: String,
     /// Name of the suite.
     pub suite: String,
     /// Name of the recipe, or `fixed`.
@@ -29,10 +120,13 @@ pub struct Baseline {
     pub recipe_sha256: String,
     /// The recipe's seed.
     pub seed: u64,
-    /// The machine.
-    pub hardware: Hardware,
     /// Why this became the baseline.
     pub reason: String,
+    /// What measured.
+    pub setup: Setup,
+    /// What other seeds gave, where they were asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seeds: Option<Seeds>,
     /// The measurement.
     pub rows: Vec<BaselineRow>,
     /// The file it was read from.
@@ -48,6 +142,9 @@ pub struct BaselineRow {
     pub name: String,
     /// Finite numbers and texts.
     pub metrics: Map<String, Value>,
+    /// The row of the float model that it was made from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
     /// Digest -> part -> digest of that part.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parts: BTreeMap<String, BTreeMap<String, String>>,
@@ -69,7 +166,7 @@ impl Baseline {
         recipe: &str,
         report: &Report,
         tolerances: &Tolerances,
-        hardware: Hardware,
+        setup: Setup,
         reason: &str,
     ) -> Result<Self, EvalError> {
         let refuse = |field: &str, problem: &str| Err(EvalError::baseline(path, field, problem));
@@ -77,13 +174,17 @@ impl Baseline {
             return refuse("recipe_sha256", "expected the recipe's digest in the report, got none");
         };
         for metric in tolerances.keys() {
-            if !report.rows.iter().any(|r| r.metrics.contains_key(metric)) {
+            let named = |r: &Row| match metric.split_once('/') {
+                Some((row, metric)) => r.name == row && r.metrics.contains_key(metric),
+                None => r.metrics.contains_key(metric),
+            };
+            if !report.rows.iter().any(named) {
                 return refuse(metric, "the suite names it; expected it in a row of the report, got none");
             }
         }
         for row in &report.rows {
             for (metric, value) in &row.metrics {
-                let Some(tolerance) = tolerances.get(metric) else { continue };
+                let Some(tolerance) = tolerance_of(tolerances, &row.name, metric) else { continue };
                 if tolerance.keeps_bound(value.as_f64()) == Some(false) {
                     let field = format!("rows.{}.{metric}", row.name);
                     return refuse(&field, &format!("cannot be blessed; expected {tolerance}, got {value}"));
@@ -93,13 +194,13 @@ impl Baseline {
         let rows = report.rows.iter().map(|row| BaselineRow::of_row(row, tolerances)).filter(|r| !r.metrics.is_empty());
         let baseline = Self {
             format: BASELINE_FORMAT,
-            dsq: report.dsq.clone(),
             suite: suite.into(),
             recipe: recipe.into(),
             recipe_sha256: recipe_sha256.clone(),
             seed: report.about.get("seed").and_then(Value::as_u64).unwrap_or(0),
-            hardware,
             reason: reason.into(),
+            setup,
+            seeds: None,
             rows: rows.collect(),
             path: path.into(),
         };
@@ -170,6 +271,13 @@ impl Baseline {
         if self.format != BASELINE_FORMAT {
             return refuse("format".into(), format!("expected {BASELINE_FORMAT}, got {}", self.format));
         }
+        let spreads = self.seeds.iter().flat_map(|s| s.spread.values()).flat_map(BTreeMap::values);
+        if let Some(x) = spreads.clone().find(|x| !x.is_finite() || **x < 0.0) {
+            return refuse("seeds.spread".into(), format!("expected finite numbers of at least 0, got {x}"));
+        }
+        if let Some(n) = self.seeds.as_ref().map(|s| s.seeds.len()).filter(|n| *n < 2) {
+            return refuse("seeds.seeds".into(), format!("expected at least 2, got {n}"));
+        }
         if self.rows.is_empty() {
             return refuse("rows".into(), "expected at least one, got none".into());
         }
@@ -191,12 +299,15 @@ impl Baseline {
                     return refuse(at(metric), format!("expected a finite number or a text, got {value}"));
                 }
             }
+            if let Some(base) = row.base.as_ref().filter(|b| self.row(b).is_none()) {
+                return refuse(at("base"), format!("expected a row of this file, got {base:?}"));
+            }
             let Some(samples) = &row.samples else { continue };
             if let Err(problem) = samples.validate() {
                 return refuse(at("samples"), problem);
             }
             // The sums are rounded to 1e-6 nats a window: far below this in any of the metrics.
-            for metric in ["perplexity", "kl", "top1_agreement", "top1"] {
+            for metric in ["perplexity", "kl", "top1_agreement", "top1", "top5", "accuracy", "greedy"] {
                 let stated = row.metrics.get(metric).and_then(Value::as_f64);
                 let summed = samples.estimate_value(metric);
                 if let (Some(a), Some(b)) = (stated, summed)
@@ -212,11 +323,12 @@ impl Baseline {
 
 impl BaselineRow {
     fn of_row(row: &Row, tolerances: &Tolerances) -> Self {
-        let keep = |metric: &str| tolerances.contains_key(metric);
+        let keep = |metric: &str| tolerance_of(tolerances, &row.name, metric).is_some();
         Self {
             name: row.name.clone(),
             metrics: row.metrics.iter().filter(|(m, _)| keep(m)).map(|(m, v)| (m.clone(), v.clone())).collect(),
             parts: row.parts.iter().filter(|(m, _)| keep(m)).map(|(m, p)| (m.clone(), p.clone())).collect(),
+            base: row.base.clone(),
             samples: row.samples.as_ref().map(Samples::rounded),
         }
     }
@@ -277,9 +389,45 @@ mod tests {
         .into()
     }
 
+    fn setup() -> Setup {
+        Setup {
+            dsq: "0.1.0".into(),
+            device: "cpu".into(),
+            kernels: [("int4 linear".into(), "avx2".into())].into(),
+            dependencies: [("burn".into(), "0.22.1".into())].into(),
+            hardware: Hardware::detect(),
+        }
+    }
+
+    #[test]
+    fn setups_tell_their_differences() {
+        let (a, mut b) = (setup(), setup());
+        assert_eq!(a.difference(&b), None);
+        b.dependencies = [("half".into(), "2.0.0".into())].into();
+        b.kernels.clear();
+        b.dsq = "0.2.0".into();
+        let want = "dsq 0.1.0 there, 0.2.0 here; int4 linear avx2 there, none here; burn 0.22.1 there, none here; half none there, 2.0.0 here";
+        assert_eq!(a.difference(&b).unwrap(), want);
+    }
+
+    #[test]
+    fn the_spread_of_seeds_is_their_standard_deviation() {
+        let of = |seed: u64, perplexity: f64| {
+            let mut r = Report::new("train").about("seed", seed);
+            r.rows.push(Row::new("qat").number("perplexity", perplexity).number("kl", 0.5).text("codes_sha256", "aa"));
+            r
+        };
+        let reports = [of(1, 10.0), of(2, 12.0), of(3, 14.0)];
+        let seeds = Seeds::of_reports(&reports.iter().collect::<Vec<_>>(), &tolerances());
+        assert_eq!(seeds.seeds, [1, 2, 3]);
+        assert_eq!(seeds.spread["qat"], [("perplexity".to_string(), 2.0), ("kl".to_string(), 0.0)].into());
+        assert!((seeds.noise("qat", "perplexity") - 4.303 * 2f64.sqrt() * 2.0).abs() < 1e-12);
+        assert_eq!(seeds.noise("float", "perplexity"), 0.0);
+    }
+
     fn baseline() -> Baseline {
         let path = Path::new("b.json");
-        Baseline::of_report(path, "quick", "r", &report(), &tolerances(), Hardware::detect(), "first").unwrap()
+        Baseline::of_report(path, "quick", "r", &report(), &tolerances(), setup(), "first").unwrap()
     }
 
     fn read(text: &str) -> Result<Baseline, EvalError> {
@@ -308,7 +456,7 @@ mod tests {
         for (text, want) in [
             (String::new(), "empty file"),
             (good[..good.len() / 2].to_string(), "EOF"),
-            (good.replace("\"format\": 1", "\"format\": 2"), "expected 1, got 2"),
+            (good.replace("\"format\": 2", "\"format\": 1"), "expected 2, got 1"),
             (good.replace(&ppl, "null"), "finite number or a text, got null"),
             (good.replace(&ppl, "NaN"), "expected value"),
             (good.replace(&ppl, "1e999"), "out of range"),
@@ -318,7 +466,22 @@ mod tests {
             (good.replace("\"seed\": 3,", "\"seed\": 3, \"sed\": 4,"), "unknown field"),
             (good.replace("\"rows\": [", "\"rows\": [], \"x\": ["), "unknown field"),
             (good.replace("\"tokens\": [7,", "\"tokens\": ["), "samples.nll"),
-            ("{\"format\": 1}".into(), "missing field"),
+            (
+                good.replace("\"setup\"", "\"seeds\": {\"seeds\": [1], \"spread\": {}},\n  \"setup\""),
+                "expected at least 2, got 1",
+            ),
+            (
+                good.replace(
+                    "\"setup\"",
+                    "\"seeds\": {\"seeds\": [1, 2], \"spread\": {\"a\": {\"kl\": -1.0}}},\n  \"setup\"",
+                ),
+                "got -1",
+            ),
+            (
+                good.replace("\"name\": \"exported\",", "\"name\": \"exported\", \"base\": \"float\","),
+                "expected a row of this file, got \"float\"",
+            ),
+            ("{\"format\": 2}".into(), "missing field"),
         ] {
             let err = read(&text).expect_err(want);
             assert!(err.to_string().contains(want), "{want}: {err}");
@@ -330,9 +493,7 @@ mod tests {
 
     #[test]
     fn a_report_that_lacks_something_cannot_become_a_baseline() {
-        let of = |r: &Report| {
-            Baseline::of_report(Path::new("b.json"), "quick", "r", r, &tolerances(), Hardware::detect(), "x")
-        };
+        let of = |r: &Report| Baseline::of_report(Path::new("b.json"), "quick", "r", r, &tolerances(), setup(), "x");
         let mut r = report();
         r.rows[0].metrics.remove("codes_sha256");
         assert!(of(&r).unwrap_err().to_string().contains("codes_sha256"));

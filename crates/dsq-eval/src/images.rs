@@ -10,6 +10,8 @@ pub struct ImageMetrics {
     pub top1: Estimate,
     /// Share of images with the same first choice as the reference, with its Wilson interval; `None` without one.
     pub top1_agreement: Option<Estimate>,
+    /// Share of images whose label is among the five first choices, with its Wilson interval; `None` with five classes or fewer.
+    pub top5: Option<Estimate>,
     /// `top1` of the model minus that of the reference, bootstrap interval over images; `None` without one.
     pub top1_difference: Option<Estimate>,
     /// Number of images.
@@ -22,6 +24,8 @@ pub struct ImageMetrics {
 #[derive(Debug, Clone, Default)]
 pub struct ImageEval {
     correct: String,
+    /// The same for five choices; empty with five classes or fewer.
+    top5: String,
     reference_correct: String,
     agree: usize,
 }
@@ -73,6 +77,14 @@ impl ImageEval {
         };
         let chosen = first(logits, "model")?;
         let reference = reference.map(|r| first(r, "reference")).transpose()?;
+        if classes > 5 {
+            // The rank of the label: classes with a larger logit, or the same and a lower index.
+            let ahead = |row: &[f32], label: usize| {
+                row.iter().enumerate().filter(|(i, z)| **z > row[label] || (**z == row[label] && *i < label)).count()
+            };
+            let rows = logits.chunks(classes).zip(labels);
+            self.top5.extend(rows.map(|(row, l)| if ahead(row, *l as usize) < 5 { '1' } else { '0' }));
+        }
         let mark = |chosen: &[usize]| -> String {
             chosen.iter().zip(labels).map(|(c, l)| if *c == *l as usize { '1' } else { '0' }).collect()
         };
@@ -93,12 +105,15 @@ impl ImageEval {
         if images == 0 {
             return Err(EvalError::TooFew { what: "labelled images", least: 1, got: 0 });
         }
-        let hits = self.correct.bytes().filter(|b| *b == b'1').count();
-        let samples = Samples::Images { correct: self.correct };
+        let hits = |marks: &str| marks.bytes().filter(|b| *b == b'1').count();
+        let (top1, among5) = (hits(&self.correct), hits(&self.top5));
+        let top5 = (self.top5.len() == images).then(|| wilson(among5, images));
+        let samples = Samples::Images { correct: self.correct, top5: self.top5 };
         let has_reference = !self.reference_correct.is_empty();
-        let reference = Samples::Images { correct: self.reference_correct };
+        let reference = Samples::Images { correct: self.reference_correct, top5: String::new() };
         Ok(ImageMetrics {
-            top1: wilson(hits, images),
+            top1: wilson(top1, images),
+            top5,
             top1_agreement: has_reference.then(|| wilson(self.agree, images)),
             top1_difference: if has_reference { samples.paired_difference(&reference, "top1") } else { None },
             images,
@@ -144,7 +159,20 @@ mod tests {
         assert_eq!(got.top1.value, 1.0 / 3.0);
         assert_eq!(got.top1_agreement.unwrap().value, 2.0 / 3.0);
         assert!((got.top1_difference.unwrap().value + 1.0 / 3.0).abs() < 1e-15);
-        assert_eq!(got.samples, Samples::Images { correct: "100".into() });
+        assert_eq!(got.samples, Samples::Images { correct: "100".into(), top5: String::new() });
+        assert_eq!(got.top5, None);
+    }
+
+    #[test]
+    fn top5_counts_a_tie_for_the_lower_index() {
+        let mut eval = ImageEval::new();
+        // The label is fifth; sixth; sixth but for a tie with a later class; behind a tie with an earlier one.
+        let rows =
+            [[9., 8., 7., 6., 5., 0.], [9., 8., 7., 6., 5., 0.], [9., 8., 7., 6., 1., 1.], [9., 8., 7., 6., 1., 1.]];
+        eval.batch(&rows.concat(), &[4, 5, 4, 5], 6, None).unwrap();
+        let got = eval.finish().unwrap();
+        assert_eq!((got.top5.unwrap().value, got.top1.value), (0.5, 0.0));
+        assert_eq!(got.samples, Samples::Images { correct: "0000".into(), top5: "1010".into() });
     }
 
     #[test]

@@ -24,6 +24,10 @@ pub struct Row {
     /// Metrics under their full names: numbers (null where one is not finite) and texts.
     #[serde(flatten)]
     pub metrics: Map<String, Value>,
+    /// The row of the float model that this one was made from, where the same run measured it: a change of that one is no change of this
+    /// one. Not printed, kept in baselines.
+    #[serde(skip)]
+    pub base: Option<String>,
     /// Sums per block for paired comparison; not printed, kept in baselines.
     #[serde(skip)]
     pub samples: Option<Samples>,
@@ -36,7 +40,7 @@ pub struct Row {
 impl Row {
     /// A row without metrics.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), metrics: Map::new(), samples: None, parts: BTreeMap::new() }
+        Self { name: name.into(), metrics: Map::new(), base: None, samples: None, parts: BTreeMap::new() }
     }
 
     /// Adds a number.
@@ -103,6 +107,7 @@ impl Row {
     pub fn image_metrics(mut self, m: &crate::ImageMetrics) -> Self {
         self.samples = Some(m.samples.clone());
         self.estimate("top1", &m.top1)
+            .maybe("top5", m.top5.as_ref())
             .maybe("top1_agreement", m.top1_agreement.as_ref())
             .number("images", m.images as f64)
     }

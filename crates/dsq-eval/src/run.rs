@@ -1,7 +1,10 @@
 //! One regression run: what to measure, against which baselines, in which order. It trains nothing itself: the caller
 //! hands in the measuring; and it writes nothing: new baselines are returned.
 
-use crate::{Baseline, Check, EvalError, Hardware, Report, Suite, SuiteRecipe, Tolerances, Verdict, compare};
+use crate::{
+    Baseline, Check, EvalError, Report, Seeds, Setup, Suite, SuiteModel, SuiteRecipe, Tolerances, Verdict, Version,
+    compare,
+};
 use std::path::PathBuf;
 
 /// One thing that a suite measures.
@@ -11,6 +14,8 @@ pub enum Job<'a> {
     Fixed,
     /// A recipe.
     Recipe(&'a SuiteRecipe),
+    /// A model and what is made of it.
+    Model(&'a SuiteModel),
 }
 
 impl Job<'_> {
@@ -19,8 +24,29 @@ impl Job<'_> {
         match self {
             Job::Fixed => "fixed".into(),
             Job::Recipe(r) => r.name(),
+            Job::Model(m) => m.name.clone(),
         }
     }
+}
+
+/// How a job is to be measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Ask<'a> {
+    /// The seed in place of the job's own. The report says which seed it is of; its `recipe_sha256` is that of the job's own.
+    pub seed: Option<u64>,
+    /// What it will be compared with: a measurement may end once all is decided. `None` where all of it is wanted.
+    pub baseline: Option<&'a Baseline>,
+}
+
+/// What a run is for.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Purpose<'a> {
+    /// Make new baselines, for this reason.
+    pub bless: Option<&'a str>,
+    /// With `bless`: how many seeds are measured, the job's own and those behind it, for the noise between them. 0 and 1: the job's own.
+    pub seeds: u64,
+    /// Compare runs of this seed instead of each job's own.
+    pub seed: Option<u64>,
 }
 
 /// What a measurement is of; known before it runs.
@@ -53,7 +79,14 @@ impl Outcome {
 
     /// One line: how many checks came to what.
     pub fn summary(&self) -> String {
-        let order = [Verdict::Pass, Verdict::Improved, Verdict::NotComparable, Verdict::Missing, Verdict::Regressed];
+        let order = [
+            Verdict::Pass,
+            Verdict::Improved,
+            Verdict::NotComparable,
+            Verdict::Missing,
+            Verdict::BaseMoved,
+            Verdict::Regressed,
+        ];
         let counts: Vec<String> = order
             .iter()
             .map(|v| (v, self.checks.iter().filter(|c| c.verdict == *v).count()))
@@ -64,8 +97,9 @@ impl Outcome {
     }
 }
 
-/// Runs `suite`: identifies every job and reads every baseline first, then measures and compares job by job. With
-/// `bless` (the reason) it makes new baselines instead, and the checks show the change from the old ones.
+/// Runs `suite`: identifies every job and reads every baseline first, then measures and compares job by job. A job is compared with the
+/// newest baseline that a version up to `setup.dsq` has. With [`Purpose::bless`] it makes new baselines of this version instead, and the
+/// checks show the change from the old ones.
 ///
 /// # Errors
 /// What the closures return; [`EvalError::Baseline`] (exit 3) for a baseline that is missing, corrupt, or of another
@@ -73,24 +107,25 @@ impl Outcome {
 /// cannot become a baseline is an error.
 pub fn run_suite<E: From<EvalError>>(
     suite: &Suite,
-    hardware: &Hardware,
-    bless: Option<&str>,
+    setup: &Setup,
+    purpose: Purpose<'_>,
     identify: &mut dyn FnMut(&Job<'_>) -> Result<Identity, E>,
-    measure: &mut dyn FnMut(&Job<'_>) -> Result<Report, E>,
+    measure: &mut dyn FnMut(&Job<'_>, Ask<'_>) -> Result<Report, E>,
 ) -> Result<Outcome, E> {
     let mut jobs: Vec<(Job<'_>, &Tolerances)> = Vec::new();
     jobs.extend(suite.fixed.iter().map(|f| (Job::Fixed, &f.tolerance)));
     jobs.extend(suite.recipes.iter().map(|r| (Job::Recipe(r), &r.tolerance)));
+    jobs.extend(suite.models.iter().map(|m| (Job::Model(m), &m.tolerance)));
     let mut out = Outcome::default();
     let mut planned: Vec<(Job<'_>, &Tolerances, PathBuf, Option<Baseline>)> = Vec::new();
     for (job, tolerances) in jobs {
         let identity = identify(&job)?;
-        let path = suite.baseline_path(&job.name());
-        let old = Baseline::load(&path).and_then(|b| {
+        let own = suite.baseline_path(&setup.dsq, &job.name());
+        let old = newest(suite, setup, &job.name()).and_then(|b| {
             b.check_identity(&identity.recipe_sha256, identity.seed)?;
             Ok(b)
         });
-        let old = match (old, bless) {
+        let old = match (old, purpose.bless) {
             (Ok(b), _) => Some(b),
             (Err(e), None) => return Err(e.into()),
             (Err(e), Some(_)) => {
@@ -98,31 +133,81 @@ pub fn run_suite<E: From<EvalError>>(
                 None
             }
         };
-        planned.push((job, tolerances, path, old));
+        planned.push((job, tolerances, own, old));
     }
     for (job, tolerances, path, old) in planned {
-        let report = measure(&job)?;
-        match (&old, bless) {
-            (Some(old), None) => out.checks.extend(compare(old, &report, tolerances, hardware)?),
-            (Some(old), Some(_)) => match compare(old, &report, tolerances, hardware) {
-                Ok(checks) => out.checks.extend(checks),
-                Err(e) => out.notes.push(format!("nothing to show the change from: {e}")),
-            },
-            (None, _) => {}
+        let baseline = old.as_ref().filter(|_| purpose.bless.is_none());
+        let report = measure(&job, Ask { seed: purpose.seed.filter(|_| purpose.bless.is_none()), baseline })?;
+        if let Some(old) = &old {
+            if let Some(difference) = old.setup.difference(setup) {
+                out.notes.push(format!("{}: the baseline is of another setup: {difference}", job.name()));
+            }
+            match (compare(old, &report, tolerances, setup), purpose.bless) {
+                (Ok(checks), _) => out.checks.extend(checks),
+                (Err(e), None) => return Err(e.into()),
+                (Err(e), Some(_)) => out.notes.push(format!("nothing to show the change from: {e}")),
+            }
         }
-        if let Some(reason) = bless {
-            let (suite, name, hardware) = (suite.name.as_str(), job.name(), hardware.clone());
-            out.blessed.push(Baseline::of_report(&path, suite, &name, &report, tolerances, hardware, reason)?);
+        if let Some(reason) = purpose.bless {
+            let (name, setup) = (job.name(), setup.clone());
+            let mut new = Baseline::of_report(&path, &suite.name, &name, &report, tolerances, setup, reason)?;
+            new.seeds = spread(&job, &report, tolerances, purpose.seeds, measure)?;
+            out.blessed.push(new);
         }
         out.reports.push((job.name(), report));
     }
     Ok(out)
 }
 
+/// What other seeds than the job's own give; `None` where there is nothing random in it or one seed is asked for.
+fn spread<E: From<EvalError>>(
+    job: &Job<'_>,
+    own: &Report,
+    tolerances: &Tolerances,
+    seeds: u64,
+    measure: &mut dyn FnMut(&Job<'_>, Ask<'_>) -> Result<Report, E>,
+) -> Result<Option<Seeds>, E> {
+    let trains = match job {
+        Job::Fixed => false,
+        Job::Recipe(_) => true,
+        Job::Model(m) => m.recipe.is_some(),
+    };
+    if !trains || seeds < 2 {
+        return Ok(None);
+    }
+    let first = own.about.get("seed").and_then(serde_json::Value::as_u64).unwrap_or(0);
+    let mut others = Vec::new();
+    for seed in first + 1..first + seeds {
+        others.push(measure(job, Ask { seed: Some(seed), baseline: None })?);
+    }
+    let all: Vec<&Report> = std::iter::once(own).chain(&others).collect();
+    Ok(Some(Seeds::of_reports(&all, tolerances)))
+}
+
+/// The baseline of the newest version up to this one.
+fn newest(suite: &Suite, setup: &Setup, job: &str) -> Result<Baseline, EvalError> {
+    let here = Version::parse(&setup.dsq);
+    let versions = suite.baseline_versions(job)?;
+    let version = versions.into_iter().rfind(|v| here.is_none_or(|here| *v <= here));
+    let version = version.map_or_else(|| setup.dsq.clone(), |v| v.to_string());
+    let baseline = Baseline::load(&suite.baseline_path(&version, job))?;
+    // A file that was copied from another place would compare other things under this name.
+    for (field, expected, got) in [
+        ("setup.dsq", version.as_str(), baseline.setup.dsq.as_str()),
+        ("suite", suite.name.as_str(), baseline.suite.as_str()),
+        ("recipe", job, baseline.recipe.as_str()),
+    ] {
+        if expected != got {
+            return Err(EvalError::baseline(&baseline.path, field, format!("expected {expected:?}, got {got:?}")));
+        }
+    }
+    Ok(baseline)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Row, Tolerance};
+    use crate::{Hardware, Row, Tolerance};
     use std::collections::BTreeMap;
 
     struct Bench {
@@ -136,10 +221,20 @@ mod tests {
         let text = "[tolerance]\nperplexity = { relative = 0.02 }\ncodes_sha256 = \"exact_on_same_hardware\"\n\
                     requantize_mismatches = { at_most = 0 }\n[fixed.tolerance]\ncodes_sha256 = \"exact\"\n[[recipe]]\npath = \"a.toml\"\n";
         std::fs::write(&path, text).unwrap();
-        std::fs::create_dir(dir.path().join("baselines")).unwrap();
+        std::fs::create_dir_all(dir.path().join("baselines/0.1.0")).unwrap();
         let suite = Suite::load(&path).unwrap();
         assert_eq!(suite.recipes[0].tolerance["requantize_mismatches"], Tolerance::AtMost(0.0));
         Bench { dir, suite }
+    }
+
+    fn setup(version: &str) -> Setup {
+        Setup {
+            dsq: version.into(),
+            device: "cpu".into(),
+            kernels: BTreeMap::new(),
+            dependencies: BTreeMap::new(),
+            hardware: Hardware::detect(),
+        }
     }
 
     fn report(job: &Job<'_>, perplexity: f64, codes: &str, mismatches: f64) -> Report {
@@ -147,7 +242,7 @@ mod tests {
         let row = Row::new("exported").text("codes_sha256", codes);
         r.rows.push(match job {
             Job::Fixed => row,
-            Job::Recipe(_) => row.number("perplexity", perplexity).number("requantize_mismatches", mismatches),
+            _ => row.number("perplexity", perplexity).number("requantize_mismatches", mismatches),
         });
         r
     }
@@ -163,10 +258,10 @@ mod tests {
         let mut measured = 0;
         let out = run_suite::<EvalError>(
             &b.suite,
-            &Hardware::detect(),
-            bless,
+            &setup("0.1.0"),
+            Purpose { bless, ..Purpose::default() },
             &mut |job| Ok(Identity { recipe_sha256: job.name(), seed: 1 }),
-            &mut |job| {
+            &mut |job, _| {
                 measured += 1;
                 Ok(report(job, perplexity, codes, mismatches))
             },
@@ -215,11 +310,14 @@ mod tests {
         let (out, measured) = go(&b, None, 10.0, "aa", 0.0);
         assert_eq!((out.unwrap_err().exit_code(), measured), (3, 0), "no baseline yet");
         bless(&b);
-        let path = b.dir.path().join("baselines/quick-a.json");
+        let path = b.dir.path().join("baselines/0.1.0/quick-a.json");
         let good = std::fs::read_to_string(&path).unwrap();
         let damages: BTreeMap<&str, String> = [
             ("other recipe", good.replace("\"recipe_sha256\": \"a\"", "\"recipe_sha256\": \"b\"")),
             ("other seed", good.replace("\"seed\": 1", "\"seed\": 2")),
+            ("of another version", good.replace("\"dsq\": \"0.1.0\"", "\"dsq\": \"0.0.9\"")),
+            ("of another suite", good.replace("\"suite\": \"quick\"", "\"suite\": \"nightly\"")),
+            ("of another job", good.replace("\"recipe\": \"a\"", "\"recipe\": \"fixed\"")),
             ("empty", String::new()),
             ("cut", good[..40].to_string()),
         ]

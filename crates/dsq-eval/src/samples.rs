@@ -25,6 +25,17 @@ pub enum Samples {
     Images {
         /// `1` where the first choice is the label, `0` elsewhere, one character an image.
         correct: String,
+        /// The same for the five first choices; empty in older baselines.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        top5: String,
+    },
+    /// One block is one item of a task.
+    Items {
+        /// `1` where the gold answer is the likeliest; empty for texts to be predicted.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        accuracy: String,
+        /// `1` where each token of the gold answer is the first choice.
+        greedy: String,
     },
 }
 
@@ -42,7 +53,34 @@ impl Samples {
     pub fn blocks(&self) -> usize {
         match self {
             Samples::Text { tokens, .. } => tokens.len(),
-            Samples::Images { correct } => correct.len(),
+            Samples::Images { correct, .. } => correct.len(),
+            Samples::Items { greedy, .. } => greedy.len(),
+        }
+    }
+
+    /// The first `n` blocks.
+    pub fn first(&self, n: usize) -> Samples {
+        fn cut<T: Clone>(v: &[T], n: usize) -> Vec<T> {
+            v[..n.min(v.len())].to_vec()
+        }
+        let marks = |s: &str| s.chars().take(n).collect();
+        match self {
+            Samples::Text { tokens, nll, kl, agree } => {
+                Samples::Text { tokens: cut(tokens, n), nll: cut(nll, n), kl: cut(kl, n), agree: cut(agree, n) }
+            }
+            Samples::Images { correct, top5 } => Samples::Images { correct: marks(correct), top5: marks(top5) },
+            Samples::Items { accuracy, greedy } => Samples::Items { accuracy: marks(accuracy), greedy: marks(greedy) },
+        }
+    }
+
+    /// Whether both are of the same blocks: the same windows of tokens, the same number of images or of items.
+    pub fn same_blocks(&self, other: &Samples) -> bool {
+        match (self, other) {
+            (Samples::Text { tokens: a, .. }, Samples::Text { tokens: b, .. }) => a == b,
+            (Samples::Images { .. }, Samples::Images { .. }) | (Samples::Items { .. }, Samples::Items { .. }) => {
+                self.blocks() == other.blocks()
+            }
+            _ => false,
         }
     }
 
@@ -70,10 +108,15 @@ impl Samples {
                 }
                 Ok(())
             }
-            Samples::Images { correct } => match correct.chars().find(|c| !matches!(c, '0' | '1')) {
-                Some(c) => Err(format!("samples.correct: expected 0 or 1, got {c:?}")),
-                None => Ok(()),
-            },
+            Samples::Images { correct: all, top5: some } | Samples::Items { greedy: all, accuracy: some } => {
+                if let Some(c) = all.chars().chain(some.chars()).find(|c| !matches!(c, '0' | '1')) {
+                    return Err(format!("samples: expected 0 or 1 for each, got {c:?}"));
+                }
+                if !some.is_empty() && some.len() != all.len() {
+                    return Err(format!("samples: expected {} of each kind, got {}", all.len(), some.len()));
+                }
+                Ok(())
+            }
         }
     }
 
@@ -89,10 +132,44 @@ impl Samples {
             (Samples::Text { tokens, agree, .. }, "top1_agreement") if !agree.is_empty() => {
                 Some(Box::new(move |ids| ratio(ids, |i| (f64::from(agree[i]), f64::from(tokens[i])))))
             }
-            (Samples::Images { correct }, "top1") if !correct.is_empty() => {
-                let correct = correct.as_bytes();
-                Some(Box::new(move |ids| ratio(ids, |i| (f64::from(u8::from(correct[i] == b'1')), 1.0))))
+            _ => {
+                let marks = match (self, metric) {
+                    (Samples::Images { correct, .. }, "top1") => correct,
+                    (Samples::Images { top5, .. }, "top5") => top5,
+                    (Samples::Items { accuracy, .. }, "accuracy") => accuracy,
+                    (Samples::Items { greedy, .. }, "greedy") => greedy,
+                    _ => return None,
+                };
+                let marks = marks.as_bytes();
+                if marks.is_empty() {
+                    return None;
+                }
+                Some(Box::new(move |ids| ratio(ids, |i| (f64::from(u8::from(marks[i] == b'1')), 1.0))))
             }
+        }
+    }
+
+    /// Of metrics that are a ratio of sums over blocks (`kl`, `top1_agreement`, shares), or a growing function of one (`perplexity`, of the
+    /// mean of `nll`): numerators and denominators, block by block.
+    pub(crate) fn ratio_parts(&self, metric: &str) -> Option<(Vec<f64>, Vec<f64>)> {
+        let marks = |s: &str| {
+            let hits: Vec<f64> = s.bytes().map(|b| f64::from(u8::from(b == b'1'))).collect();
+            let ones = vec![1.0; hits.len()];
+            (!hits.is_empty()).then_some((hits, ones))
+        };
+        let per_token = |of: Vec<f64>, tokens: &[u32]| {
+            (of.len() == tokens.len() && !of.is_empty()).then(|| (of, tokens.iter().map(|t| f64::from(*t)).collect()))
+        };
+        match (self, metric) {
+            (Samples::Text { tokens, nll, .. }, "perplexity") => per_token(nll.clone(), tokens),
+            (Samples::Text { tokens, kl, .. }, "kl") => per_token(kl.clone(), tokens),
+            (Samples::Text { tokens, agree, .. }, "top1_agreement") => {
+                per_token(agree.iter().map(|a| f64::from(*a)).collect(), tokens)
+            }
+            (Samples::Images { correct, .. }, "top1") => marks(correct),
+            (Samples::Images { top5, .. }, "top5") => marks(top5),
+            (Samples::Items { accuracy, .. }, "accuracy") => marks(accuracy),
+            (Samples::Items { greedy, .. }, "greedy") => marks(greedy),
             _ => None,
         }
     }
@@ -111,19 +188,7 @@ impl Samples {
     /// `self - other` of `metric` with the interval of the difference over the same blocks of both. `None` when the
     /// blocks are not the same (other windows, other images) or do not carry the metric.
     pub fn paired_difference(&self, other: &Samples, metric: &str) -> Option<Estimate> {
-        let same = match (self, other) {
-            (Samples::Text { tokens: a, .. }, Samples::Text { tokens: b, .. }) => a == b,
-            (Samples::Images { correct: a }, Samples::Images { correct: b }) => a.len() == b.len(),
-            _ => false,
-        };
-        if !same {
-            return None;
-        }
-        let (a, b) = (self.statistic(metric)?, other.statistic(metric)?);
-        Some(Estimate::of_blocks(self.blocks(), |ids| {
-            let ids: Vec<usize> = ids.collect();
-            a(&mut ids.iter().copied()) - b(&mut ids.iter().copied())
-        }))
+        combine(&[self, other], metric, |v| v[0] - v[1])
     }
 
     /// The same with sums rounded to 1e-6 nats a window, to keep baseline files small.
@@ -136,6 +201,20 @@ impl Samples {
             images => images.clone(),
         }
     }
+}
+
+/// `of` the values of `metric` in several samples, with the interval over blocks that are drawn for all of them together. `None` when
+/// their blocks are not the same or do not carry the metric.
+pub(crate) fn combine(samples: &[&Samples], metric: &str, of: impl Fn(&[f64]) -> f64) -> Option<Estimate> {
+    if samples.windows(2).any(|w| !w[0].same_blocks(w[1])) {
+        return None;
+    }
+    let statistics = samples.iter().map(|s| s.statistic(metric)).collect::<Option<Vec<_>>>()?;
+    Some(Estimate::of_blocks(samples.first()?.blocks(), |ids| {
+        let ids: Vec<usize> = ids.collect();
+        let values: Vec<f64> = statistics.iter().map(|s| s(&mut ids.iter().copied())).collect();
+        of(&values)
+    }))
 }
 
 #[cfg(test)]
@@ -163,7 +242,9 @@ mod tests {
         assert!(text(&[1.0, f64::NAN]).validate().unwrap_err().contains("NaN"));
         let s = Samples::Text { tokens: vec![1, 2], nll: vec![0.5], kl: vec![], agree: vec![] };
         assert_eq!(s.validate().unwrap_err(), "samples.nll: expected 2 windows, got 1");
-        assert!(Samples::Images { correct: "01x".into() }.validate().is_err());
-        assert!(Samples::Images { correct: "011".into() }.validate().is_ok());
+        let images = |correct: &str, top5: &str| Samples::Images { correct: correct.into(), top5: top5.into() };
+        assert!(images("01x", "").validate().is_err());
+        assert!(images("011", "").validate().is_ok() && images("011", "111").validate().is_ok());
+        assert!(images("011", "11").validate().unwrap_err().contains("expected 3 of each kind, got 2"));
     }
 }

@@ -1,5 +1,5 @@
-//! A suite file: which recipes a regression run trains, what it changes in them, and how far each metric may move.
-//! It runs nothing.
+//! A suite file: which recipes a regression run trains and what it changes in them, which models it quantizes and how, and how far each
+//! metric may move. It runs nothing.
 //!
 //! ```toml
 //! [tolerance]                                  # for every recipe
@@ -17,9 +17,21 @@
 //! path = "../recipes/tiny-llama-w4a16.toml"    # relative to this file
 //! set = ["train.steps=100"]                    # as dsq train --set
 //! tolerance = { kl = { relative = 0.2 } }      # adds to and overrides the above
+//!
+//! [[model]]                                    # a float model, quantized in several ways
+//! name = "smollm2"
+//! source = "models:smollm2.gguf"               # in $DSQ_MODELS, else ~/.cache/dsq; or a path relative to this file
+//! text = ["../recipes/data/pydoc/heldout.txt"] # held-out text
+//! context = 256                                # tokens of a window
+//! windows = 48                                 # at most
+//!
+//! [[model.variant]]
+//! name = "w4a16_g64"                           # a row beside `base`, the model itself
+//! quantize = ["--scheme", "W4A16"]             # as dsq quantize takes them; or export = [...], as dsq export does
+//! activations = "int8"                         # how it runs: float (the default) or int8
 //! ```
 //!
-//! A metric that the suite does not name is not compared.
+//! A metric that the suite does not name is not compared. `"ROW/METRIC"` in place of a metric's name speaks of one row.
 
 use crate::EvalError;
 use serde::{Deserialize, Serialize};
@@ -71,8 +83,13 @@ impl std::fmt::Display for Tolerance {
     }
 }
 
-/// Tolerances by metric.
+/// Tolerances by metric, or by `ROW/METRIC`.
 pub type Tolerances = BTreeMap<String, Tolerance>;
+
+/// The tolerance of `metric` in the row of that name: the row's own before that of the metric.
+pub fn tolerance_of(tolerances: &Tolerances, row: &str, metric: &str) -> Option<Tolerance> {
+    tolerances.get(&format!("{row}/{metric}")).or_else(|| tolerances.get(metric)).copied()
+}
 
 /// A suite file as written.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -92,6 +109,9 @@ pub struct Suite {
     /// The recipes, in the order they run.
     #[serde(default, rename = "recipe")]
     pub recipes: Vec<SuiteRecipe>,
+    /// The models, in the order they run; after the recipes.
+    #[serde(default, rename = "model")]
+    pub models: Vec<SuiteModel>,
 }
 
 /// The fixed-input checks of a suite.
@@ -120,6 +140,146 @@ impl SuiteRecipe {
     /// The recipe file's name without its ending: what checks and baselines are called by.
     pub fn name(&self) -> String {
         self.path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+}
+
+/// A float model of a suite, and what is made of it.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SuiteModel {
+    /// What checks and baselines are called by.
+    pub name: String,
+    /// A model's folder or file: `models:NAME` for one in the folder of models, else made absolute or relative to the working directory
+    /// by [`Suite::load`]. This or `recipe`.
+    #[serde(default)]
+    pub source: Option<PathBuf>,
+    /// The float model that a recipe of this suite trains, by the recipe's name.
+    #[serde(default)]
+    pub recipe: Option<String>,
+    /// Held-out text, as `dsq eval --text`; paths as in `source`.
+    #[serde(default)]
+    pub text: Vec<PathBuf>,
+    /// Tokens of a window.
+    #[serde(default = "default_context")]
+    pub context: usize,
+    /// Windows, at most.
+    #[serde(default = "default_windows")]
+    pub windows: usize,
+    /// Whether the run ends once all is decided (see `sequential.rs`); new baselines always take all windows.
+    #[serde(default = "yes")]
+    pub sequential: bool,
+    /// Files of log-likelihood requests, as `dsq eval --tasks`; paths as in `source`.
+    #[serde(default)]
+    pub tasks: Vec<PathBuf>,
+    /// Items of each of these files, at most.
+    #[serde(default)]
+    pub max_items: Option<usize>,
+    /// For an image model: a folder of pictures, as `dsq eval --images`; path as in `source`.
+    #[serde(default)]
+    pub images: Option<PathBuf>,
+    /// What is made of it.
+    #[serde(default, rename = "variant")]
+    pub variants: Vec<Variant>,
+    /// As in [`SuiteRecipe`].
+    #[serde(default)]
+    pub tolerance: Tolerances,
+}
+
+fn default_context() -> usize {
+    256
+}
+
+fn default_windows() -> usize {
+    64
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// A quantized form of a model.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Variant {
+    /// The row's name.
+    pub name: String,
+    /// Options of `dsq quantize`, without model and output. Of these two, one.
+    #[serde(default)]
+    pub quantize: Option<Vec<String>>,
+    /// Options of `dsq export`.
+    #[serde(default)]
+    pub export: Option<Vec<String>>,
+    /// What its linear layers multiply with: `float` or `int8`.
+    #[serde(default)]
+    pub activations: Activations,
+}
+
+/// What linear layers multiply with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activations {
+    /// Inputs as they are.
+    #[default]
+    Float,
+    /// Inputs rounded to eight bits.
+    Int8,
+}
+
+/// The row of the float model itself.
+pub const BASE_ROW: &str = "base";
+
+/// Files of this prefix lie in the folder of models.
+const MODELS: &str = "models:";
+
+impl SuiteModel {
+    /// The name in the folder of models, of a path that says so.
+    pub fn in_models(path: &Path) -> Option<&str> {
+        path.to_str()?.strip_prefix(MODELS)
+    }
+
+    /// All its paths.
+    fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        self.source.iter_mut().chain(&mut self.text).chain(&mut self.tasks).chain(&mut self.images)
+    }
+
+    /// What is wrong with it by itself.
+    fn problem(&self) -> Option<String> {
+        let count = |n: usize| if n == 0 { "none" } else { "more" };
+        let sources = usize::from(self.source.is_some()) + usize::from(self.recipe.is_some());
+        if sources != 1 {
+            return Some(format!("expected source or recipe, got {}", count(sources)));
+        }
+        match (self.images.is_some(), self.text.is_empty()) {
+            (true, false) => return Some("expected text or images, got both".into()),
+            (false, true) => return Some("expected text or images, got none".into()),
+            _ => {}
+        }
+        if self.images.is_some() && !self.tasks.is_empty() {
+            return Some("tasks: expected none beside images, got some".into());
+        }
+        if self.context < 2 {
+            return Some(format!("context: expected at least 2 tokens, got {}", self.context));
+        }
+        if self.windows == 0 || self.max_items == Some(0) {
+            return Some("windows, max_items: expected at least 1, got 0".into());
+        }
+        if self.variants.is_empty() {
+            return Some("expected at least one [[model.variant]], got none".into());
+        }
+        let mut names = std::collections::BTreeSet::from([BASE_ROW]);
+        for v in &self.variants {
+            if v.name.is_empty() || v.name.contains('/') || !names.insert(&v.name) {
+                return Some(format!(
+                    "variant.name: expected a name of its own, other than {BASE_ROW} and without /, got {:?}",
+                    v.name
+                ));
+            }
+            let ways = usize::from(v.quantize.is_some()) + usize::from(v.export.is_some());
+            if ways != 1 {
+                return Some(format!("variant {:?}: expected quantize or export, got {}", v.name, count(ways)));
+            }
+        }
+        None
     }
 }
 
@@ -152,11 +312,35 @@ impl Suite {
                 return Err(refuse(format!("recipe {:?}: expected at least one tolerance, got none", recipe.name())));
             }
         }
-        if suite.recipes.is_empty() && suite.fixed.is_none() {
-            return Err(refuse("expected at least one [[recipe]] or [fixed], got none".into()));
+        for model in &mut suite.models {
+            let name = model.name.clone();
+            let refuse = |problem: String| refuse(format!("model {name:?}: {problem}"));
+            if model.name.is_empty() || model.name.contains(['/', '\\']) || !names.insert(model.name.clone()) {
+                return Err(refuse("name: expected one of its own, without /, among models and recipes".into()));
+            }
+            if let Some(problem) = model.problem() {
+                return Err(refuse(problem));
+            }
+            if let Some(recipe) = &model.recipe
+                && !suite.recipes.iter().any(|r| &r.name() == recipe)
+            {
+                return Err(refuse(format!("recipe: expected one of this suite, got {recipe:?}")));
+            }
+            for path in model.paths().filter(|p| SuiteModel::in_models(p).is_none()) {
+                *path = normalized(&folder.join(&*path));
+            }
+            let own = std::mem::replace(&mut model.tolerance, suite.tolerance.clone());
+            model.tolerance.extend(own);
+            if model.tolerance.is_empty() {
+                return Err(refuse("expected at least one tolerance, got none".into()));
+            }
+        }
+        if suite.recipes.is_empty() && suite.models.is_empty() && suite.fixed.is_none() {
+            return Err(refuse("expected at least one [[recipe]], [[model]] or [fixed], got none".into()));
         }
         let fixed = suite.fixed.iter().flat_map(|f| &f.tolerance);
-        for (metric, tolerance) in suite.recipes.iter().flat_map(|r| &r.tolerance).chain(fixed) {
+        let models = suite.models.iter().flat_map(|m| &m.tolerance);
+        for (metric, tolerance) in suite.recipes.iter().flat_map(|r| &r.tolerance).chain(models).chain(fixed) {
             let (x, fine) = match tolerance {
                 Tolerance::Exact | Tolerance::ExactOnSameHardware => continue,
                 Tolerance::AtMost(x) | Tolerance::AtLeast(x) => (x, x.is_finite()),
@@ -171,10 +355,59 @@ impl Suite {
         Ok(suite)
     }
 
-    /// Where the baseline of a recipe (or of `fixed`) lies: `baselines/SUITE-NAME.json` beside the suite file.
-    pub fn baseline_path(&self, recipe: &str) -> PathBuf {
-        let folder = self.path.parent().unwrap_or(Path::new(""));
-        folder.join("baselines").join(format!("{}-{recipe}.json", self.name))
+    /// Where the baseline of a job lies that `version` of dsq measured: `baselines/VERSION/SUITE-NAME.json` beside the suite file.
+    pub fn baseline_path(&self, version: &str, job: &str) -> PathBuf {
+        self.baselines().join(version).join(format!("{}-{job}.json", self.name))
+    }
+
+    /// The folder of baselines, with a folder for each version.
+    fn baselines(&self) -> PathBuf {
+        self.path.parent().unwrap_or(Path::new("")).join("baselines")
+    }
+
+    /// The versions that have a baseline of `job`, oldest first. Folders whose names are no versions are passed over.
+    ///
+    /// # Errors
+    /// [`EvalError::Io`] for a folder that cannot be read.
+    pub fn baseline_versions(&self, job: &str) -> Result<Vec<Version>, EvalError> {
+        let folder = self.baselines();
+        let io = |source| EvalError::Io { path: folder.clone(), action: "read", source };
+        let entries = match std::fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(io(e)),
+        };
+        let mut versions = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(io)?.file_name();
+            if let Some(version) = name.to_str().and_then(Version::parse)
+                && self.baseline_path(&version.to_string(), job).is_file()
+            {
+                versions.push(version);
+            }
+        }
+        versions.sort_unstable();
+        Ok(versions)
+    }
+}
+
+/// A version of dsq: three numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub [u32; 3]);
+
+impl Version {
+    /// Reads `1.2.3`; `None` for anything else.
+    pub fn parse(text: &str) -> Option<Self> {
+        let parts = text.split('.').map(|p| p.parse().ok()).collect::<Option<Vec<u32>>>()?;
+        let version = Self(parts.try_into().ok()?);
+        (version.to_string() == text).then_some(version)
+    }
+}
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [a, b, c] = self.0;
+        write!(f, "{a}.{b}.{c}")
     }
 }
 
@@ -219,7 +452,7 @@ mod tests {
         assert!(recipe.path.ends_with("recipes/a.toml") && !recipe.path.to_string_lossy().contains(".."));
         assert_eq!(recipe.tolerance["perplexity"], Tolerance::Absolute(1.0));
         assert_eq!(recipe.tolerance["codes_sha256"], Tolerance::ExactOnSameHardware);
-        assert!(suite.baseline_path(&recipe.name()).ends_with("regression/baselines/quick-a.json"));
+        assert!(suite.baseline_path("0.2.0", &recipe.name()).ends_with("regression/baselines/0.2.0/quick-a.json"));
     }
 
     #[test]
@@ -230,7 +463,7 @@ mod tests {
             ("nowhere/quick.toml: expected a suite file, got none", 2)
         );
         for (text, want) in [
-            ("", "at least one [[recipe]]"),
+            ("", "at least one [[recipe]], [[model]] or [fixed]"),
             ("[[recipe]]\npath = \"a.toml\"\n", "at least one tolerance"),
             ("[tolerence]\n", "unknown field `tolerence`"),
             ("[tolerance]\nkl = { relativ = 1.0 }\n", "line 2"),
@@ -241,5 +474,66 @@ mod tests {
             let err = load(text).unwrap_err();
             assert!(err.to_string().contains(want) && err.exit_code() == 2, "{text:?}: {err}");
         }
+    }
+
+    const MODEL: &str = "[tolerance]\nkl = { relative = 0.1 }\n[[model]]\nname = \"m\"\nsource = \"models:a.gguf\"\ntext = [\"../t.txt\"]\n\
+                         [[model.variant]]\nname = \"w4\"\nquantize = [\"--scheme\", \"W4A16\"]\n";
+
+    #[test]
+    fn a_model_is_read_and_resolved() {
+        let suite = load(&format!("{MODEL}activations = \"int8\"\n")).unwrap();
+        let m = &suite.models[0];
+        assert_eq!(SuiteModel::in_models(m.source.as_deref().unwrap()), Some("a.gguf"));
+        assert!(m.text[0].ends_with("t.txt") && m.text[0].is_absolute() && m.sequential);
+        assert_eq!((m.variants[0].activations, m.tolerance.len()), (Activations::Int8, 1));
+    }
+
+    #[test]
+    fn f082_wrong_models_are_refused_by_name() {
+        for (from, to, want) in [
+            ("source", "sauce", "unknown field `sauce`"),
+            ("source = \"models:a.gguf\"", "recipe = \"r\"", "recipe: expected one of this suite, got \"r\""),
+            ("source = \"models:a.gguf\"", "", "expected source or recipe, got none"),
+            ("text = [\"../t.txt\"]", "", "expected text or images, got none"),
+            ("text = [\"../t.txt\"]", "text = [\"t\"]\nimages = \"i\"", "expected text or images, got both"),
+            ("text =", "context = 1\ntext =", "context: expected at least 2 tokens, got 1"),
+            ("text =", "windows = 0\ntext =", "expected at least 1, got 0"),
+            ("\"w4\"", "\"base\"", "other than base"),
+            ("quantize = [\"--scheme\", \"W4A16\"]", "", "variant \"w4\": expected quantize or export, got none"),
+            ("quantize", "export = []\nquantize", "variant \"w4\": expected quantize or export, got more"),
+            ("\"m\"", "\"m/n\"", "without /"),
+        ] {
+            let err = load(&MODEL.replace(from, to)).unwrap_err();
+            assert!(err.to_string().contains(want) && err.exit_code() == 2, "{to:?}: {err}");
+        }
+    }
+
+    #[test]
+    fn versions_are_found_and_sorted_as_numbers() {
+        assert_eq!(Version::parse("0.10.2"), Some(Version([0, 10, 2])));
+        for text in ["1.2", "1.2.3.4", "01.2.3", "a.b.c", "1.2.-3", "+1.2.3", ""] {
+            assert_eq!(Version::parse(text), None, "{text}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("quick.toml");
+        std::fs::write(&path, "[fixed.tolerance]\nkl = \"exact\"\n").unwrap();
+        let suite = Suite::load(&path).unwrap();
+        assert_eq!(suite.baseline_versions("fixed").unwrap(), []);
+        for version in ["0.10.0", "0.9.0", "0.9.1", "old"] {
+            let file = suite.baseline_path(version, if version == "0.9.1" { "other" } else { "fixed" });
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, "").unwrap();
+        }
+        assert_eq!(suite.baseline_versions("fixed").unwrap(), [Version([0, 9, 0]), Version([0, 10, 0])]);
+    }
+
+    #[test]
+    fn a_row_has_its_own_tolerance() {
+        let t: Tolerances = [("kl", Tolerance::Relative(0.1)), ("w4/kl", Tolerance::Relative(0.2))]
+            .map(|(m, t)| (m.to_string(), t))
+            .into();
+        assert_eq!(tolerance_of(&t, "w4", "kl"), Some(Tolerance::Relative(0.2)));
+        assert_eq!(tolerance_of(&t, "w8", "kl"), Some(Tolerance::Relative(0.1)));
+        assert_eq!(tolerance_of(&t, "w8", "top1"), None);
     }
 }

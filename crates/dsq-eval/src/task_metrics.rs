@@ -16,7 +16,7 @@
 //! bootstrap over items ([`crate::bootstrap_interval`]), differences in pairs.
 
 use crate::text::Distribution;
-use crate::{Estimate, EvalError, Item, Row, wilson};
+use crate::{Estimate, EvalError, Item, Row, Samples, wilson};
 use rayon::prelude::*;
 
 /// How a token fares in a row of logits.
@@ -100,6 +100,8 @@ pub struct TaskMetrics {
     pub agreement: Option<Estimate>,
     /// Names of the metrics (`accuracy`...) and model minus reference.
     pub differences: Vec<(&'static str, Estimate)>,
+    /// Item by item, for paired comparison with another run.
+    pub samples: Samples,
 }
 
 impl TaskMetrics {
@@ -116,6 +118,7 @@ impl TaskMetrics {
             row = row.estimate(&format!("{metric}_difference"), difference);
         }
         let (items, requests, tokens) = (self.items as f64, self.requests as f64, self.tokens as f64);
+        row.samples = Some(self.samples.clone());
         row.number("items", items).number("requests", requests).number("tokens", tokens)
     }
 }
@@ -169,7 +172,15 @@ pub fn task_metrics(
         greedy: share(&model.greedy),
         agreement,
         differences,
+        samples: Samples::Items {
+            accuracy: if choosing { marks(&model.correct[0]) } else { String::new() },
+            greedy: marks(&model.greedy),
+        },
     })
+}
+
+fn marks(hits: &[bool]) -> String {
+    hits.iter().map(|h| if *h { '1' } else { '0' }).collect()
 }
 
 /// The rules by which an answer is chosen.

@@ -183,6 +183,12 @@ impl TextEval {
         self.add(&Window::of(tokens), logits, reference)
     }
 
+    /// The sums so far, block by block; `None` before the first window.
+    pub fn samples(&self) -> Option<Samples> {
+        let (tokens, nll) = (self.tokens.clone(), self.nll.clone());
+        (!tokens.is_empty()).then(|| Samples::Text { tokens, nll, kl: self.kl.clone(), agree: self.agree.clone() })
+    }
+
     /// Adds one window of `L` tokens: the model's logits `[L, vocab]` (row major) and the reference's, of the
     /// same shape. All windows have a reference, or none.
     ///
