@@ -66,10 +66,19 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     let scratch = tempfile::tempdir().map_err(|e| CliError::new(4, format!("temporary folder: cannot create: {e}")))?;
     let folder = args.keep.as_deref().unwrap_or(scratch.path());
     let purpose = Purpose { bless: reason, seeds: args.seeds.unwrap_or(1), seed: args.seed };
+    // Golden sets are read before anything is measured; what they hold cannot be blessed.
+    let sets = match &suite.golden {
+        Some(golden) if reason.is_none() => regress::golden::sets(&golden.path)?,
+        _ => Vec::new(),
+    };
     let work = Work { suite: &suite, folder, global, trained: RefCell::default() };
-    let outcome = run_suite::<CliError>(&suite, &setup, purpose, &mut |job| work.identify(job), &mut |job, ask| {
-        work.measure(job, ask)
-    })?;
+    let mut outcome =
+        run_suite::<CliError>(&suite, &setup, purpose, &mut |job| work.identify(job), &mut |job, ask| {
+            work.measure(job, ask)
+        })?;
+    for set in &sets {
+        outcome.checks.extend(set.checks(&folder.join("golden"), global)?);
+    }
     for baseline in &outcome.blessed {
         if let Some(parent) = baseline.path.parent() {
             std::fs::create_dir_all(parent)
@@ -148,10 +157,9 @@ impl Work<'_> {
                     }
                     None => regress::model::resolve(m.source.as_deref().unwrap_or(Path::new("")))?,
                 };
-                regress::model::measure(
-                    m,
-                    &regress::model::Run { source, dir, baseline: ask.baseline, global: self.global },
-                )
+                let suite = self.suite.path.parent().unwrap_or(Path::new(""));
+                let (baseline, global) = (ask.baseline, self.global);
+                regress::model::measure(m, &regress::model::Run { source, dir, suite, baseline, global })
             }
         };
         // A suite starts from the beginning: the hint of the training, to resume, does not help here.

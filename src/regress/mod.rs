@@ -3,6 +3,7 @@
 
 pub mod digest;
 pub mod fixed;
+pub mod golden;
 pub mod history;
 pub mod model;
 #[cfg(test)]

@@ -88,6 +88,8 @@ pub struct Run<'a> {
     pub source: PathBuf,
     /// An empty folder for the quantized forms.
     pub dir: PathBuf,
+    /// The folder of the suite's file.
+    pub suite: &'a Path,
     /// What it will be compared with: the run ends once that is decided.
     pub baseline: Option<&'a Baseline>,
     pub global: &'a Global,
@@ -132,7 +134,7 @@ struct Made<'a> {
     path: PathBuf,
 }
 
-/// Runs `dsq quantize` or `dsq export` as a process of its own: its memory is given back, and it prints elsewhere.
+/// Makes a variant.
 fn make(model: &SuiteModel, variant: &Variant, run: &Run<'_>) -> Result<PathBuf, CliError> {
     let (command, options) = match (&variant.quantize, &variant.export) {
         (Some(options), _) => ("quantize", options),
@@ -140,20 +142,47 @@ fn make(model: &SuiteModel, variant: &Variant, run: &Run<'_>) -> Result<PathBuf,
     };
     let ending = if options.iter().any(|o| o == "gguf") { ".gguf" } else { "" };
     let out = run.dir.join(format!("{}{ending}", variant.name));
+    let options = options.iter().map(|o| option(o, run.suite)).collect::<Result<Vec<_>, _>>()?;
+    run_dsq(command, &run.source, &out, options, run.global).map_err(|e| {
+        let at = format!("model {:?}, variant {:?}", model.name, variant.name);
+        CliError::new(e.code(), format!("{at}: {e}"))
+    })?;
+    Ok(out)
+}
+
+/// Runs `dsq COMMAND SOURCE --out OUT OPTIONS` as a process of its own: its memory is given back, and it prints elsewhere.
+///
+/// # Errors
+/// What it says, with its exit code.
+pub fn run_dsq(
+    command: &str,
+    source: &Path,
+    out: &Path,
+    options: Vec<OsString>,
+    global: &Global,
+) -> Result<(), CliError> {
     let dsq =
         std::env::current_exe().map_err(|e| CliError::new(4, format!("dsq: cannot find its own program: {e}")))?;
-    let threads = run.global.threads().to_string();
     let mut process = Command::new(dsq);
-    process.arg(command).arg(&run.source).arg("--out").arg(&out).args(["--json", "--threads", &threads]).args(options);
+    process.arg(command).arg(source).arg("--out").arg(out).args(options);
+    process.args(["--threads", &global.threads().to_string()]);
     let done = process.output().map_err(|e| CliError::new(4, format!("dsq {command}: cannot start: {e}")))?;
     if done.status.success() {
-        return Ok(out);
+        return Ok(());
     }
     let said = String::from_utf8_lossy(&done.stderr);
-    let said = said.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or(said.trim()).to_owned();
+    let said = said.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or(said.trim());
     let code = done.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(70);
-    let at = format!("model {:?}, variant {:?}: dsq {command}", model.name, variant.name);
-    Err(CliError::new(code, format!("{at}: {said}")))
+    Err(CliError::new(code, format!("dsq {command}: {said}")))
+}
+
+/// An option as it is given to the command: `models:NAME` and `suite:PATH` (relative to the suite's file) become paths.
+fn option(text: &str, suite: &Path) -> Result<OsString, CliError> {
+    match text.strip_prefix("suite:") {
+        Some(path) => Ok(suite.join(path).into()),
+        None if SuiteModel::in_models(Path::new(text)).is_some() => Ok(resolve(Path::new(text))?.into()),
+        None => Ok(text.into()),
+    }
 }
 
 impl Made<'_> {

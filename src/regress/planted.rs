@@ -5,7 +5,7 @@
 use super::fixed::{self, ModuleWeights};
 use super::recipe::add_checks;
 use crate::{Global, commands::train::train_recipe, jobs::place, recipe::Recipe};
-use dsq_eval::{Baseline, Check, Hardware, Report, Suite, Tolerances, compare};
+use dsq_eval::{Baseline, Check, Report, Setup, Suite, Tolerances, compare};
 use dsq_quant::{Granularity, QuantArgs, QuantizedMatrix, pack_i32};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -14,6 +14,10 @@ use std::sync::OnceLock;
 /// The committed suite's policy and baseline.
 fn suite() -> Suite {
     Suite::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap()
+}
+
+fn setup() -> Setup {
+    super::setup::detect(&Global { json: true, threads: Some(1), device: "cpu".into() }).unwrap()
 }
 
 fn tolerances() -> Tolerances {
@@ -31,14 +35,14 @@ fn red(row: &str, plant: impl Fn(&Path)) -> Vec<(String, String, String)> {
     let baseline = BASELINE.get_or_init(|| {
         let report = measure(&mut |_, _| {});
         let path = Path::new("fixed.json");
-        Baseline::of_report(path, "quick", "fixed", &report, &tolerances(), Hardware::detect(), "test").unwrap()
+        Baseline::of_report(path, "quick", "fixed", &report, &tolerances(), setup(), "test").unwrap()
     });
     let report = measure(&mut |name, folder| {
         if name == row {
             plant(folder);
         }
     });
-    let checks = compare(baseline, &report, &tolerances(), &Hardware::detect()).unwrap();
+    let checks = compare(baseline, &report, &tolerances(), &setup()).unwrap();
     checks.into_iter().filter(|c| c.verdict.fails()).map(|c| (c.row, c.metric, c.note)).collect()
 }
 
@@ -65,9 +69,9 @@ const MODULE: &str = "model.layers.1.self_attn.v_proj";
 #[test]
 fn the_fixed_checks_give_the_committed_baseline_on_this_machine() {
     let suite = suite();
-    let baseline = Baseline::load(&suite.baseline_path("fixed")).unwrap();
+    let baseline = Baseline::load(&suite.baseline_path(env!("CARGO_PKG_VERSION"), "fixed")).unwrap();
     let report = measure(&mut |_, _| {});
-    let checks = compare(&baseline, &report, &tolerances(), &Hardware::detect()).unwrap();
+    let checks = compare(&baseline, &report, &tolerances(), &setup()).unwrap();
     assert!(!checks.is_empty());
     assert!(checks.iter().all(|c| !c.verdict.fails()), "\n{}", Check::table(&checks));
 }
@@ -216,9 +220,9 @@ fn a_fault_in_the_export_of_a_trained_recipe_is_red() {
     let policy = &suite().recipes[0].tolerance;
     let good = add_checks(trained.clone(), &run).unwrap();
     let path = Path::new("micro.json");
-    let baseline = Baseline::of_report(path, "quick", "micro", &good, policy, Hardware::detect(), "test").unwrap();
+    let baseline = Baseline::of_report(path, "quick", "micro", &good, policy, setup(), "test").unwrap();
     let red = |report: &Report| -> BTreeSet<String> {
-        let checks = compare(&baseline, report, policy, &Hardware::detect()).unwrap();
+        let checks = compare(&baseline, report, policy, &setup()).unwrap();
         checks.into_iter().filter(|c| c.verdict.fails()).map(|c| format!("{}/{}", c.row, c.metric)).collect()
     };
     assert_eq!(red(&good), BTreeSet::new());

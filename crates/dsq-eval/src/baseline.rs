@@ -98,7 +98,7 @@ impl Seeds {
 }
 
 /// The 97.5% quantile of Student's t with `freedom` degrees of freedom (tables of any textbook; that of 20 beyond 20, which is wider).
-fn student(freedom: usize) -> f64 {
+pub fn student(freedom: usize) -> f64 {
     const T: [f64; 20] = [
         12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
         2.120, 2.110, 2.101, 2.093, 2.086,

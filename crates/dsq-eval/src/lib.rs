@@ -22,7 +22,7 @@ mod tasks;
 mod text;
 mod verdict;
 
-pub use baseline::{BASELINE_FORMAT, Baseline, BaselineRow, Seeds, Setup};
+pub use baseline::{BASELINE_FORMAT, Baseline, BaselineRow, Seeds, Setup, student};
 pub use bootstrap::{BOOTSTRAP_SEED, Estimate, RESAMPLES, bootstrap_interval};
 pub use error::EvalError;
 pub use hardware::Hardware;
@@ -35,7 +35,8 @@ pub use run::{Ask, Identity, Job, Outcome, Purpose, run_suite};
 pub use samples::Samples;
 pub use sequential::FIRST_LOOK;
 pub use suite::{
-    Activations, BASE_ROW, Fixed, Suite, SuiteModel, SuiteRecipe, Tolerance, Tolerances, Variant, Version, tolerance_of,
+    Activations, BASE_ROW, Fixed, GoldenSets, Suite, SuiteModel, SuiteRecipe, Tolerance, Tolerances, Variant, Version,
+    tolerance_of,
 };
 pub use task_metrics::{Answer, TaskMetrics, TokenScore, task_metrics, token_scores};
 pub use tasks::{Item, Request, TaskFile};

@@ -27,6 +27,15 @@ impl Job<'_> {
             Job::Model(m) => m.name.clone(),
         }
     }
+
+    /// Whether a seed decides what comes of it.
+    pub fn trains(&self) -> bool {
+        match self {
+            Job::Fixed => false,
+            Job::Recipe(_) => true,
+            Job::Model(m) => m.recipe.is_some(),
+        }
+    }
 }
 
 /// How a job is to be measured.
@@ -125,6 +134,15 @@ pub fn run_suite<E: From<EvalError>>(
             b.check_identity(&identity.recipe_sha256, identity.seed)?;
             Ok(b)
         });
+        if let (Ok(b), Some(seed)) = (&old, purpose.seed)
+            && job.trains()
+            && seed != identity.seed
+            && b.seeds.is_none()
+        {
+            let problem =
+                format!("seed {seed} needs the noise between seeds; expected it here (--bless --seeds N), got none");
+            return Err(EvalError::baseline(&b.path, "seeds", problem).into());
+        }
         let old = match (old, purpose.bless) {
             (Ok(b), _) => Some(b),
             (Err(e), None) => return Err(e.into()),
@@ -167,12 +185,7 @@ fn spread<E: From<EvalError>>(
     seeds: u64,
     measure: &mut dyn FnMut(&Job<'_>, Ask<'_>) -> Result<Report, E>,
 ) -> Result<Option<Seeds>, E> {
-    let trains = match job {
-        Job::Fixed => false,
-        Job::Recipe(_) => true,
-        Job::Model(m) => m.recipe.is_some(),
-    };
-    if !trains || seeds < 2 {
+    if !job.trains() || seeds < 2 {
         return Ok(None);
     }
     let first = own.about.get("seed").and_then(serde_json::Value::as_u64).unwrap_or(0);

@@ -13,6 +13,9 @@
 //! codes_sha256 = "exact"
 //! perplexity = { within = 1e-4 }               # may differ by 1e-4 of the baseline, either way
 //!
+//! [golden]
+//! path = "golden"                              # golden sets of every version; they have their bounds with them
+//!
 //! [[recipe]]
 //! path = "../recipes/tiny-llama-w4a16.toml"    # relative to this file
 //! set = ["train.steps=100"]                    # as dsq train --set
@@ -106,6 +109,8 @@ pub struct Suite {
     pub tolerance: Tolerances,
     /// The fixed-input checks, when the suite has them.
     pub fixed: Option<Fixed>,
+    /// The golden sets, when the suite has them.
+    pub golden: Option<GoldenSets>,
     /// The recipes, in the order they run.
     #[serde(default, rename = "recipe")]
     pub recipes: Vec<SuiteRecipe>,
@@ -120,6 +125,14 @@ pub struct Suite {
 pub struct Fixed {
     /// Their tolerances; the suite's own do not apply.
     pub tolerance: Tolerances,
+}
+
+/// The golden sets of a suite: checkpoints of earlier versions.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GoldenSets {
+    /// Their folder; made absolute or relative to the working directory by [`Suite::load`].
+    pub path: PathBuf,
 }
 
 /// One recipe of a suite.
@@ -203,7 +216,8 @@ fn yes() -> bool {
 pub struct Variant {
     /// The row's name.
     pub name: String,
-    /// Options of `dsq quantize`, without model and output. Of these two, one.
+    /// Options of `dsq quantize`, without model and output; paths as `models:NAME` or `suite:PATH`, relative to the suite's file. Of these
+    /// two, one.
     #[serde(default)]
     pub quantize: Option<Vec<String>>,
     /// Options of `dsq export`.
@@ -335,8 +349,11 @@ impl Suite {
                 return Err(refuse("expected at least one tolerance, got none".into()));
             }
         }
-        if suite.recipes.is_empty() && suite.models.is_empty() && suite.fixed.is_none() {
-            return Err(refuse("expected at least one [[recipe]], [[model]] or [fixed], got none".into()));
+        if let Some(golden) = &mut suite.golden {
+            golden.path = normalized(&folder.join(&golden.path));
+        }
+        if suite.recipes.is_empty() && suite.models.is_empty() && suite.fixed.is_none() && suite.golden.is_none() {
+            return Err(refuse("expected at least one [[recipe]], [[model]], [golden] or [fixed], got none".into()));
         }
         let fixed = suite.fixed.iter().flat_map(|f| &f.tolerance);
         let models = suite.models.iter().flat_map(|m| &m.tolerance);
@@ -463,7 +480,7 @@ mod tests {
             ("nowhere/quick.toml: expected a suite file, got none", 2)
         );
         for (text, want) in [
-            ("", "at least one [[recipe]], [[model]] or [fixed]"),
+            ("", "at least one [[recipe]], [[model]], [golden] or [fixed]"),
             ("[[recipe]]\npath = \"a.toml\"\n", "at least one tolerance"),
             ("[tolerence]\n", "unknown field `tolerence`"),
             ("[tolerance]\nkl = { relativ = 1.0 }\n", "line 2"),

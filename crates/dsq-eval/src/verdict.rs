@@ -172,9 +172,14 @@ pub fn compare(
         for (metric, value) in &base.metrics {
             let Some(tolerance) = tolerance_of(tolerances, &base.name, metric) else { continue };
             let measured = row.and_then(|r| r.metrics.get(metric)).cloned();
+            let mut beside = value.clone();
             let (verdict, note) = match (&measured, row) {
                 (Some(measured), Some(row)) => {
                     let sides = Sides { baseline, report, old: base, new: row, elsewhere: elsewhere.as_deref() };
+                    // Of a run that ended early, the baseline on the same blocks stands beside it.
+                    if let Some(x) = sides.on_same_blocks(metric) {
+                        beside = x.into();
+                    }
                     sides.judge(metric, value, measured, tolerance)
                 }
                 (None, Some(_)) => (Verdict::Missing, "the report does not have it any more".into()),
@@ -184,7 +189,7 @@ pub fn compare(
                 recipe: baseline.recipe.clone(),
                 row: base.name.clone(),
                 metric: metric.clone(),
-                baseline: value.clone(),
+                baseline: beside,
                 measured: measured.unwrap_or(Value::Null),
                 tolerance,
                 verdict,
@@ -266,12 +271,24 @@ impl Sides<'_> {
         if !moved.of.is_empty() && moved.low < moved.high {
             note += &format!(", {} [{}, {}]", moved.of, significant(moved.low), significant(moved.high));
         }
+        if let (Some(old), Some(new)) = (&self.old.samples, &self.new.samples)
+            && new.blocks() < old.blocks()
+        {
+            let sep = if note.is_empty() { "" } else { "; " };
+            note += &format!("{sep}decided on {} of {} blocks", new.blocks(), old.blocks());
+        }
         let verdict = match moved.place(metric, tolerance, self.is_base()) {
             Place::Worse => worse,
             Place::Better => Verdict::Improved,
             Place::Within | Place::Open => Verdict::Pass,
         };
         (verdict, note)
+    }
+
+    /// The baseline's value on the blocks of a run that ended early; `None` of a whole run.
+    fn on_same_blocks(&self, metric: &str) -> Option<f64> {
+        let (old, new) = (self.old.samples.as_ref()?, self.new.samples.as_ref()?);
+        (new.blocks() < old.blocks()).then(|| old.first(new.blocks()).estimate_value(metric))?
     }
 
     /// Whether other rows were made from this one.
@@ -358,7 +375,7 @@ impl Moved {
         if n < old.blocks() {
             let change = sequential::change(new, &expected, metric)?;
             let from = expected.first(n).estimate_value(metric)?;
-            let of = format!("decided on {n} of {} blocks, 95% at any look", old.blocks());
+            let of = "95% at any look".into();
             return Some(Self { from, value: change.value, low: change.low, high: change.high, of });
         }
         let (e, from) = match floats {
