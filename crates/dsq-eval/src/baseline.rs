@@ -174,7 +174,7 @@ impl Baseline {
             return refuse("recipe_sha256", "expected the recipe's digest in the report, got none");
         };
         for metric in tolerances.keys() {
-            let named = |r: &Row| match metric.split_once('/') {
+            let named = |r: &Row| match metric.rsplit_once('/') {
                 Some((row, metric)) => r.name == row && r.metrics.contains_key(metric),
                 None => r.metrics.contains_key(metric),
             };

@@ -199,7 +199,7 @@ pub fn compare(
     }
     // A metric of the suite that neither side has would otherwise vanish without a trace.
     for (metric, &tolerance) in tolerances {
-        let (row, name) = metric.split_once('/').map_or((None, &metric[..]), |(row, name)| (Some(row), name));
+        let (row, name) = metric.rsplit_once('/').map_or((None, &metric[..]), |(row, name)| (Some(row), name));
         if !checks.iter().any(|c| c.metric == name && row.is_none_or(|r| r == c.row)) {
             checks.push(Check {
                 recipe: baseline.recipe.clone(),
