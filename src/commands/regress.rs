@@ -16,6 +16,9 @@ pub struct Args {
     /// The suite: a name (`quick` is regression/quick.toml) or a TOML file.
     #[arg(value_name = "SUITE", default_value = "quick")]
     suite: PathBuf,
+    /// Only this job of the suite: `fixed`, `golden`, or the name of a recipe or a model. May be given again.
+    #[arg(long, value_name = "JOB")]
+    only: Vec<String>,
     /// Make what is measured now the new baselines of this version and show the change.
     #[arg(long, requires = "reason")]
     bless: bool,
@@ -53,7 +56,10 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
     if reason == Some("") {
         return Err(CliError::usage("--reason: expected a sentence that says why the baselines change, got none"));
     }
-    let suite = Suite::load(&suite_path(&args.suite))?;
+    let mut suite = Suite::load(&suite_path(&args.suite))?;
+    if !args.only.is_empty() {
+        suite.keep(&args.only)?;
+    }
     if args.history {
         let table = regress::history::history(&suite, &[])?;
         if let Some(file) = &args.html {

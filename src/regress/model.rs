@@ -62,8 +62,8 @@ pub fn identity(model: &SuiteModel, recipe: Option<&str>) -> Result<String, CliE
     let files = |paths: &[PathBuf]| -> Result<Vec<String>, CliError> {
         paths.iter().map(|p| Ok(hex_sha256(&input::bytes(&resolve(p)?)?))).collect()
     };
-    if let Some(source) = &model.source {
-        resolve(source)?;
+    for path in model.source.iter().chain(model.variants.iter().filter_map(|v| v.path.as_ref())) {
+        resolve(path)?;
     }
     let images = match &model.images {
         None => None,
@@ -72,7 +72,7 @@ pub fn identity(model: &SuiteModel, recipe: Option<&str>) -> Result<String, CliE
     let variants: Vec<_> = model
         .variants
         .iter()
-        .map(|v| json!({"name": v.name, "quantize": v.quantize, "export": v.export, "activations": v.activations}))
+        .map(|v| json!({"name": v.name, "quantize": v.quantize, "export": v.export, "path": v.path.as_ref().and_then(|p| p.file_name()).map(|n| n.to_string_lossy()), "activations": v.activations}))
         .collect();
     let source = model.source.as_ref().and_then(|s| s.file_name()).map(|n| n.to_string_lossy().into_owned());
     let job = json!({
@@ -136,6 +136,9 @@ struct Made<'a> {
 
 /// Makes a variant.
 fn make(model: &SuiteModel, variant: &Variant, run: &Run<'_>) -> Result<PathBuf, CliError> {
+    if let Some(path) = &variant.path {
+        return resolve(path);
+    }
     let (command, options) = match (&variant.quantize, &variant.export) {
         (Some(options), _) => ("quantize", options),
         (None, options) => ("export", options.as_ref().unwrap_or(const { &Vec::new() })),
@@ -192,7 +195,9 @@ impl Made<'_> {
         let mut row = add_digests(row, &self.checkpoint)?;
         let plain =
             |options: &Vec<String>| !options.iter().any(|o| o.starts_with("--method") || o.starts_with("--observer"));
-        if self.variant.quantize.as_ref().is_some_and(plain) {
+        // Before an image model is quantized its BatchNorm is folded into other weights than it has in float.
+        let language = matches!(base.config(), ModelConfig::Llama(_));
+        if language && self.variant.quantize.as_ref().is_some_and(plain) {
             let check = requantize(&self.checkpoint, &mut |module| Ok(base.linear(module)?.into_f32()))?;
             row = row.number("requantize_mismatches", check.mismatches as f64);
             if let Some(first) = check.first {

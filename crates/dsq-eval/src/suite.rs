@@ -30,7 +30,7 @@
 //!
 //! [[model.variant]]
 //! name = "w4a16_g64"                           # a row beside `base`, the model itself
-//! quantize = ["--scheme", "W4A16"]             # as dsq quantize takes them; or export = [...], as dsq export does
+//! quantize = ["--scheme", "W4A16"]             # as dsq quantize takes them; or export = [...], as dsq export does; or path = "..."
 //! activations = "int8"                         # how it runs: float (the default) or int8
 //! ```
 //!
@@ -217,12 +217,15 @@ pub struct Variant {
     /// The row's name.
     pub name: String,
     /// Options of `dsq quantize`, without model and output; paths as `models:NAME` or `suite:PATH`, relative to the suite's file. Of these
-    /// two, one.
+    /// three, one.
     #[serde(default)]
     pub quantize: Option<Vec<String>>,
     /// Options of `dsq export`.
     #[serde(default)]
     pub export: Option<Vec<String>>,
+    /// A checkpoint that is there already; path as in [`SuiteModel::source`].
+    #[serde(default)]
+    pub path: Option<PathBuf>,
     /// What its linear layers multiply with: `float` or `int8`.
     #[serde(default)]
     pub activations: Activations,
@@ -253,7 +256,8 @@ impl SuiteModel {
 
     /// All its paths.
     fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
-        self.source.iter_mut().chain(&mut self.text).chain(&mut self.tasks).chain(&mut self.images)
+        let variants = self.variants.iter_mut().filter_map(|v| v.path.as_mut());
+        self.source.iter_mut().chain(&mut self.text).chain(&mut self.tasks).chain(&mut self.images).chain(variants)
     }
 
     /// What is wrong with it by itself.
@@ -288,9 +292,10 @@ impl SuiteModel {
                     v.name
                 ));
             }
-            let ways = usize::from(v.quantize.is_some()) + usize::from(v.export.is_some());
+            let ways = [v.quantize.is_some(), v.export.is_some(), v.path.is_some()];
+            let ways = ways.iter().filter(|w| **w).count();
             if ways != 1 {
-                return Some(format!("variant {:?}: expected quantize or export, got {}", v.name, count(ways)));
+                return Some(format!("variant {:?}: expected quantize, export or path, got {}", v.name, count(ways)));
             }
         }
         None
@@ -370,6 +375,31 @@ impl Suite {
             }
         }
         Ok(suite)
+    }
+
+    /// Leaves the jobs of these names: `fixed`, `golden`, recipes and models.
+    ///
+    /// # Errors
+    /// [`EvalError::Suite`] for a name that no job has, or a model without the recipe that trains it: it would be trained all the same.
+    pub fn keep(&mut self, names: &[String]) -> Result<(), EvalError> {
+        let recipes = self.recipes.iter().map(SuiteRecipe::name);
+        let mut all: Vec<String> = recipes.chain(self.models.iter().map(|m| m.name.clone())).collect();
+        all.extend(self.fixed.iter().map(|_| "fixed".to_string()).chain(self.golden.iter().map(|_| "golden".into())));
+        if let Some(name) = names.iter().find(|n| !all.contains(n)) {
+            let problem = format!("--only: expected one of {}, got {name:?}", all.join(", "));
+            return Err(EvalError::Suite { path: self.path.clone(), problem });
+        }
+        let kept = |name: &str| names.iter().any(|n| n == name);
+        self.fixed.take_if(|_| !kept("fixed"));
+        self.golden.take_if(|_| !kept("golden"));
+        self.models.retain(|m| kept(&m.name));
+        let needed: Vec<String> = self.models.iter().filter_map(|m| m.recipe.clone()).collect();
+        if let Some(recipe) = needed.iter().find(|r| !kept(r)) {
+            let problem = format!("--only: expected {recipe:?} too, whose float model is measured, got it not");
+            return Err(EvalError::Suite { path: self.path.clone(), problem });
+        }
+        self.recipes.retain(|r| kept(&r.name()));
+        Ok(())
     }
 
     /// Where the baseline of a job lies that `version` of dsq measured: `baselines/VERSION/SUITE-NAME.json` beside the suite file.
@@ -516,13 +546,31 @@ mod tests {
             ("text =", "context = 1\ntext =", "context: expected at least 2 tokens, got 1"),
             ("text =", "windows = 0\ntext =", "expected at least 1, got 0"),
             ("\"w4\"", "\"base\"", "other than base"),
-            ("quantize = [\"--scheme\", \"W4A16\"]", "", "variant \"w4\": expected quantize or export, got none"),
-            ("quantize", "export = []\nquantize", "variant \"w4\": expected quantize or export, got more"),
+            ("quantize = [\"--scheme\", \"W4A16\"]", "", "variant \"w4\": expected quantize, export or path, got none"),
+            ("quantize", "export = []\nquantize", "variant \"w4\": expected quantize, export or path, got more"),
             ("\"m\"", "\"m/n\"", "without /"),
         ] {
             let err = load(&MODEL.replace(from, to)).unwrap_err();
             assert!(err.to_string().contains(want) && err.exit_code() == 2, "{to:?}: {err}");
         }
+    }
+
+    #[test]
+    fn jobs_are_chosen_by_name() {
+        let text = format!(
+            "{MODEL}[[recipe]]\npath = \"a.toml\"\n[fixed.tolerance]\nkl = \"exact\"\n[golden]\npath = \"g\"\n"
+        );
+        let keep = |text: &str, names: &[&str]| {
+            let mut suite = load(text).unwrap();
+            suite.keep(&names.iter().map(|n| n.to_string()).collect::<Vec<_>>()).map(|()| suite)
+        };
+        let suite = keep(&text, &["m", "golden"]).unwrap();
+        assert!(suite.fixed.is_none() && suite.golden.is_some() && suite.recipes.is_empty() && suite.models.len() == 1);
+        let err = keep(&text, &["n"]).unwrap_err();
+        assert!(err.to_string().contains("--only: expected one of a, m, fixed, golden, got \"n\""), "{err}");
+        let trained = text.replace("source = \"models:a.gguf\"", "recipe = \"a\"");
+        assert!(keep(&trained, &["m"]).unwrap_err().to_string().contains("expected \"a\" too"));
+        assert_eq!(keep(&trained, &["a", "m"]).unwrap().recipes.len(), 1);
     }
 
     #[test]
