@@ -26,6 +26,7 @@ mod proof_logits;
 mod ptq;
 mod ptq_options;
 mod regress;
+mod regress_power;
 mod requantize;
 mod signals;
 mod size;
