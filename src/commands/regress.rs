@@ -4,7 +4,7 @@
 use crate::{Global, commands::report, error::CliError, output, recipe, recipe::Recipe, regress};
 use dsq_checkpoint::write_atomic;
 use dsq_eval::{
-    Ask, Check, Identity, Job, Outcome, Purpose, Report, Setup, Suite, SuiteRecipe, Verdict, junit, run_suite,
+    Ask, Check, Identity, Job, Outcome, Purpose, Report, Setup, Suite, SuiteRecipe, Verdict, Version, junit, run_suite,
 };
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -36,6 +36,13 @@ pub struct Args {
     /// Measure nothing: print what each version of dsq measured, from its baselines.
     #[arg(long, conflicts_with_all = ["bless", "seed", "report", "junit", "keep"])]
     history: bool,
+    /// With --bless: let this dsq, of another version, make and measure the recipes and models of the suite by its own commands, so that the
+    /// history reaches back to it.
+    #[arg(long, value_name = "FILE", requires_all = ["bless", "version"], conflicts_with = "seeds")]
+    binary: Option<PathBuf>,
+    /// With --binary: the version under which its baselines are kept.
+    #[arg(long = "as", value_name = "VERSION", id = "version", requires = "binary")]
+    version: Option<String>,
     /// Also write the checks and every measurement to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -68,20 +75,36 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         output::line(if global.json { table.to_json() } else { table.table() });
         return Ok(0);
     }
-    let setup = regress::setup::detect(global)?;
+    let mut setup = regress::setup::detect(global)?;
+    if let Some(version) = &args.version {
+        if Version::parse(version).is_none() {
+            return Err(CliError::usage(format!("--as: expected a version as 1.2.3, got {version:?}")));
+        }
+        // Of the other program nothing more is known.
+        setup = Setup { dsq: version.clone(), kernels: BTreeMap::new(), dependencies: BTreeMap::new(), ..setup };
+    }
     let scratch = tempfile::tempdir().map_err(|e| CliError::new(4, format!("temporary folder: cannot create: {e}")))?;
     let folder = args.keep.as_deref().unwrap_or(scratch.path());
-    let purpose = Purpose { bless: reason, seeds: args.seeds.unwrap_or(1), seed: args.seed };
+    let purpose =
+        Purpose { bless: reason, seeds: args.seeds.unwrap_or(1), seed: args.seed, partial: args.binary.is_some() };
     // Golden sets are read before anything is measured; what they hold cannot be blessed.
     let sets = match &suite.golden {
         Some(golden) if reason.is_none() => regress::golden::sets(&golden.path)?,
         _ => Vec::new(),
     };
-    let work = Work { suite: &suite, folder, global, trained: RefCell::default() };
+    let work = Work {
+        suite: &suite,
+        folder,
+        global,
+        binary: args.binary.as_deref(),
+        trained: RefCell::default(),
+        notes: RefCell::default(),
+    };
     let mut outcome =
         run_suite::<CliError>(&suite, &setup, purpose, &mut |job| work.identify(job), &mut |job, ask| {
             work.measure(job, ask)
         })?;
+    outcome.notes.extend(work.notes.take());
     for set in &sets {
         outcome.checks.extend(set.checks(&folder.join("golden"), global)?);
     }
@@ -119,6 +142,10 @@ struct Work<'a> {
     suite: &'a Suite,
     folder: &'a Path,
     global: &'a Global,
+    /// Another dsq that measures.
+    binary: Option<&'a Path>,
+    /// What that one could not do.
+    notes: RefCell<Vec<String>>,
     /// What recipes gave, by name and seed: models made of them do not train them again.
     trained: RefCell<BTreeMap<(String, u64), Report>>,
 }
@@ -152,6 +179,11 @@ impl Work<'_> {
         let seed = ask.seed.unwrap_or(identity.seed);
         let dir = self.folder.join(format!("{}-seed{seed}", job.name()));
         let report = match job {
+            Job::Fixed if self.binary.is_some() => {
+                return Err(CliError::usage(
+                    "--binary measures recipes and models; expected --only with such, got fixed",
+                ));
+            }
             Job::Fixed => regress::fixed::measure(&self.folder.join(job.name()), self.global.threads(), &mut |_, _| {}),
             Job::Recipe(r) => self.train(r, seed),
             Job::Model(m) => {
@@ -165,7 +197,11 @@ impl Work<'_> {
                 };
                 let suite = self.suite.path.parent().unwrap_or(Path::new(""));
                 let (baseline, global) = (ask.baseline, self.global);
-                regress::model::measure(m, &regress::model::Run { source, dir, suite, baseline, global })
+                let run = regress::model::Run { source, dir, suite, baseline, global };
+                match self.binary {
+                    Some(dsq) => regress::other::measure(dsq, m, &run, &mut self.notes.borrow_mut()),
+                    None => regress::model::measure(m, &run),
+                }
             }
         };
         // A suite starts from the beginning: the hint of the training, to resume, does not help here.
@@ -198,7 +234,11 @@ impl Work<'_> {
                 set.push(format!("train.seeds={seeds:?}"));
             }
         }
-        let report = regress::recipe::measure(&Recipe::load(&r.path, &set)?, &self.run_dir(r, seed), self.global)?;
+        let dir = self.run_dir(r, seed);
+        let report = match self.binary {
+            Some(dsq) => regress::other::train(dsq, r, &set, &dir, self.global)?,
+            None => regress::recipe::measure(&Recipe::load(&r.path, &set)?, &dir, self.global)?,
+        };
         self.trained.borrow_mut().insert(key, report.clone());
         Ok(report)
     }

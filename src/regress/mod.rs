@@ -6,6 +6,7 @@ pub mod fixed;
 pub mod golden;
 pub mod history;
 pub mod model;
+pub mod other;
 #[cfg(test)]
 mod planted;
 pub mod recipe;

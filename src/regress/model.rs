@@ -164,14 +164,26 @@ pub fn run_dsq(
     options: Vec<OsString>,
     global: &Global,
 ) -> Result<(), CliError> {
-    let dsq =
+    let mut words: Vec<OsString> = vec![command.into(), source.into(), "--out".into(), out.into()];
+    words.extend(options);
+    run_program(None, words, global).map(|_| ())
+}
+
+/// Runs a dsq, this one where no other is given, with these words; what it prints.
+///
+/// # Errors
+/// What it says, with its exit code.
+pub fn run_program(program: Option<&Path>, words: Vec<OsString>, global: &Global) -> Result<String, CliError> {
+    let command = words.first().map(|w| w.to_string_lossy().into_owned()).unwrap_or_default();
+    let own =
         std::env::current_exe().map_err(|e| CliError::new(4, format!("dsq: cannot find its own program: {e}")))?;
-    let mut process = Command::new(dsq);
-    process.arg(command).arg(source).arg("--out").arg(out).args(options);
-    process.args(["--threads", &global.threads().to_string()]);
-    let done = process.output().map_err(|e| CliError::new(4, format!("dsq {command}: cannot start: {e}")))?;
+    let program = program.unwrap_or(&own);
+    let mut process = Command::new(program);
+    process.args(words).args(["--threads", &global.threads().to_string()]);
+    let at = program.display();
+    let done = process.output().map_err(|e| CliError::new(4, format!("{at} {command}: cannot start: {e}")))?;
     if done.status.success() {
-        return Ok(());
+        return Ok(String::from_utf8_lossy(&done.stdout).into_owned());
     }
     let said = String::from_utf8_lossy(&done.stderr);
     let said = said.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or(said.trim());
@@ -180,7 +192,7 @@ pub fn run_dsq(
 }
 
 /// An option as it is given to the command: `models:NAME` and `suite:PATH` (relative to the suite's file) become paths.
-fn option(text: &str, suite: &Path) -> Result<OsString, CliError> {
+pub(super) fn option(text: &str, suite: &Path) -> Result<OsString, CliError> {
     match text.strip_prefix("suite:") {
         Some(path) => Ok(suite.join(path).into()),
         None if SuiteModel::in_models(Path::new(text)).is_some() => Ok(resolve(Path::new(text))?.into()),
@@ -242,11 +254,7 @@ fn text(
         let theirs = self::prompts(&texts, &m.checkpoint)?;
         row.set("token_mismatches", mismatches(&prompts, &theirs) as f64);
     }
-    let mut windows = documents.windows(model.context, model.context)?;
-    windows.shuffle(&mut ChaCha8Rng::seed_from_u64(WINDOWS_SEED));
-    windows.truncate(model.windows);
-    // In another order than in the text no window continues the one before it: each is a block.
-    windows.iter_mut().for_each(|w| w.joins = false);
+    let windows = drawn(&documents, model)?;
     let (threads, baseline) = (run.global.threads(), run.baseline.filter(|_| model.sequential));
     let load = |row: usize, checkpoint: &Checkpoint, activations| -> Result<Side<'_>, CliError> {
         let old = baseline.and_then(|b| b.row(&rows[row].name)).and_then(|r| r.samples.as_ref());
@@ -291,6 +299,16 @@ fn text(
         }
     }
     Ok(report.about("windows", all).about("context", model.context).about("kl_histograms", measured))
+}
+
+/// The windows that are measured, in their order.
+pub(super) fn drawn<'a>(documents: &'a Documents, model: &SuiteModel) -> Result<Vec<Window<'a>>, CliError> {
+    let mut windows = documents.windows(model.context, model.context)?;
+    windows.shuffle(&mut ChaCha8Rng::seed_from_u64(WINDOWS_SEED));
+    windows.truncate(model.windows);
+    // In another order than in the text no window continues the one before it: each is a block.
+    windows.iter_mut().for_each(|w| w.joins = false);
+    Ok(windows)
 }
 
 /// Runs one window through every model that still needs it, the float model first.

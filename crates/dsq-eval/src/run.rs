@@ -56,6 +56,9 @@ pub struct Purpose<'a> {
     pub seeds: u64,
     /// Compare runs of this seed instead of each job's own.
     pub seed: Option<u64>,
+    /// With `bless`: metrics of the suite that were not measured are left out of the baseline, and said so, instead of refused. For a
+    /// program of another version, which may not know them.
+    pub partial: bool,
 }
 
 /// What a measurement is of; known before it runs.
@@ -168,8 +171,18 @@ pub fn run_suite<E: From<EvalError>>(
         }
         if let Some(reason) = purpose.bless {
             let (name, setup) = (job.name(), setup.clone());
-            let mut new = Baseline::of_report(&path, &suite.name, &name, &report, tolerances, setup, reason)?;
-            new.seeds = spread(&job, &report, tolerances, purpose.seeds, measure)?;
+            let mut kept = tolerances.clone();
+            if purpose.partial {
+                let measured = |metric: &str| report.rows.iter().any(|r| r.metrics.contains_key(metric));
+                kept.retain(|metric, _| measured(metric.rsplit('/').next().unwrap_or(metric)));
+                let without: Vec<&str> =
+                    tolerances.keys().filter(|m| !kept.contains_key(*m)).map(String::as_str).collect();
+                if !without.is_empty() {
+                    out.notes.push(format!("{name}: not measured and left out: {}", without.join(", ")));
+                }
+            }
+            let mut new = Baseline::of_report(&path, &suite.name, &name, &report, &kept, setup, reason)?;
+            new.seeds = spread(&job, &report, &kept, purpose.seeds, measure)?;
             out.blessed.push(new);
         }
         out.reports.push((job.name(), report));
