@@ -131,17 +131,22 @@ fn pictures(reports: &[Named]) -> Vec<String> {
     all.chain(divergences(reports))
         .chain(layers(reports))
         .chain(HISTORY.iter().filter_map(|m| history(reports, m)))
+        .chain(versions(reports))
         .collect()
 }
 
 /// A metric over the bits of a weight: a dot for each model, of two or more.
 fn against_bits(reports: &[Named], metric: &str) -> Option<String> {
-    let dot = |r: &Named| {
-        let row = r.report.rows.iter().find(|row| row.get("bits_per_weight").is_some() && row.get(metric).is_some())?;
-        let points = vec![(row.get("bits_per_weight")?, row.get(metric)?)];
-        Some(Series { name: r.name.clone(), points, dots: true })
-    };
-    let dots: Vec<Series> = reports.iter().filter_map(dot).collect();
+    let mut dots = Vec::new();
+    for r in reports {
+        let rows: Vec<_> = r.report.rows.iter().filter(|row| !row.metrics.contains_key("version")).collect();
+        let all: Vec<_> =
+            rows.iter().filter_map(|row| Some((row, row.get("bits_per_weight")?, row.get(metric)?))).collect();
+        for (row, bits, value) in &all {
+            let name = if all.len() == 1 { r.name.clone() } else { format!("{} {}", r.name, row.name) };
+            dots.push(Series { name, points: vec![(*bits, *value)], dots: true });
+        }
+    }
     if dots.len() < 2 {
         return None;
     }
@@ -150,18 +155,44 @@ fn against_bits(reports: &[Named], metric: &str) -> Option<String> {
 
 /// The share of predictions in each bin of KL.
 fn divergences(reports: &[Named]) -> Option<String> {
-    let line = |r: &Named| {
-        let counts: Vec<f64> =
-            r.report.about.get("kl_histogram")?.as_array()?.iter().filter_map(|c| c.as_f64()).collect();
+    let line = |name: String, counts: &serde_json::Value| {
+        let counts: Vec<f64> = counts.as_array()?.iter().filter_map(|c| c.as_f64()).collect();
         let all: f64 = counts.iter().sum();
         if counts.len() != Divergence::BINS || all <= 0.0 {
             return None;
         }
         let points = counts.iter().enumerate().map(|(i, c)| (Divergence::bin(i).log10(), 100.0 * c / all)).collect();
-        Some(Series::line(&r.name, points))
+        Some(Series::line(&name, points))
     };
-    let lines: Vec<Series> = reports.iter().filter_map(line).collect();
+    let mut lines = Vec::new();
+    for r in reports {
+        lines.extend(r.report.about.get("kl_histogram").and_then(|counts| line(r.name.clone(), counts)));
+        // Of several models in one report.
+        let several = r.report.about.get("kl_histograms").and_then(|v| v.as_array());
+        for one in several.into_iter().flatten() {
+            lines.extend(line(format!("{} {}", r.name, one["row"].as_str().unwrap_or("")), &one["kl_histogram"]));
+        }
+    }
     curves("KL divergence of the predictions", ["log10 of KL in nats", "% of predictions"], &lines)
+}
+
+/// The difference to the float model of each row over the versions of dsq, of a history as `dsq regress` writes it.
+fn versions(reports: &[Named]) -> Option<String> {
+    let mut names: Vec<&str> = Vec::new();
+    let mut rows: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for row in reports.iter().flat_map(|r| &r.report.rows) {
+        let version = row.metrics.get("version").and_then(|v| v.as_str());
+        let (Some(version), Some(difference)) = (version, row.get("difference")) else { continue };
+        let at = names.iter().position(|n| *n == version).unwrap_or_else(|| {
+            names.push(version);
+            names.len() - 1
+        });
+        rows.entry(&row.name).or_default().push((at as f64 + 1.0, difference));
+    }
+    rows.retain(|_, points| points.len() > 1);
+    let lines: Vec<Series> = rows.into_iter().map(|(name, points)| Series::line(name, points)).collect();
+    let axis = names.iter().enumerate().map(|(i, n)| format!("{} = {n}", i + 1)).collect::<Vec<_>>().join(", ");
+    curves("difference to the float model", [&format!("version: {axis}"), "difference"], &lines)
 }
 
 /// The relative error of the weights of each layer.
@@ -180,7 +211,7 @@ fn layers(reports: &[Named]) -> Option<String> {
 fn history(reports: &[Named], metric: &str) -> Option<String> {
     let mut rows: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
     for (i, r) in reports.iter().enumerate() {
-        for row in &r.report.rows {
+        for row in r.report.rows.iter().filter(|row| !row.metrics.contains_key("version")) {
             if let Some(value) = row.get(metric) {
                 rows.entry(&row.name).or_default().push((i as f64 + 1.0, value));
             }
@@ -229,6 +260,13 @@ mod tests {
                 && !text.contains("kl_histogram"),
             "{text}"
         );
+        // Versions in one report.
+        let mut history = Report::new("regress");
+        for (version, difference) in [("0.1.0", 0.5), ("0.2.0", 0.4)] {
+            history.rows.push(Row::new("m/w4").text("version", version).number("difference", difference));
+        }
+        let page = page(vec![("history".into(), history)]);
+        assert!(page.contains("difference to the float model") && page.contains("1 = 0.1.0, 2 = 0.2.0"), "{page}");
         // One alone has no history and nothing to compare.
         assert_eq!(html(&reports[..1]).matches("<svg").count(), 2);
     }

@@ -9,6 +9,7 @@ mod eval_text;
 mod float_coded;
 mod gguf;
 mod gguf_split;
+mod golden;
 mod image_models;
 mod io_faults;
 mod journal;
