@@ -13,7 +13,7 @@ impl Bench {
         let dir = tempfile::tempdir().unwrap();
         let quick =
             std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("regression/quick.toml")).unwrap();
-        let fixed = &quick[quick.find("[fixed.tolerance]").unwrap()..quick.find("[[recipe]]").unwrap()];
+        let fixed = &quick[quick.find("[fixed.tolerance]").unwrap()..quick.find("[golden]").unwrap()];
         std::fs::create_dir(dir.path().join("regression")).unwrap();
         std::fs::write(dir.path().join("regression/tiny.toml"), fixed).unwrap();
         Self { dir }
@@ -193,4 +193,60 @@ fn a_recipe_is_trained_compared_and_goes_red_by_metric() {
     std::fs::write(&path, &blessed).unwrap();
     let (_, err) = b.expect(&["micro"], 3);
     assert!(err.contains("recipe_sha256: baseline unusable: measured with another recipe"), "{err}");
+}
+
+#[test]
+fn a_model_is_measured_kept_by_version_and_shown_with_its_history() {
+    let b = Bench::new();
+    let data = format!("{}/recipes/data/pydoc", env!("CARGO_MANIFEST_DIR"));
+    std::fs::write(b.dir.path().join("micro.toml"), MICRO.replace("DATA", &data)).unwrap();
+    let suite = format!(
+        "[tolerance]\nperplexity = {{ relative = 0.02 }}\n[[recipe]]\npath = \"../micro.toml\"\n\
+         [[model]]\nname = \"m\"\nrecipe = \"micro\"\ntext = [\"{data}/heldout.txt\"]\ncontext = 32\nwindows = 40\n\
+         tolerance = {{ kl = {{ relative = 0.1 }}, codes_sha256 = \"exact_on_same_hardware\", requantize_mismatches = {{ at_most = 0 }} }}\n\
+         [[model.variant]]\nname = \"w4\"\nquantize = [\"--scheme\", \"W4A16\", \"--group-size\", \"32\"]\n\
+         [[model.variant]]\nname = \"w4a8\"\nquantize = [\"--scheme\", \"W4A16\", \"--group-size\", \"32\"]\nactivations = \"int8\"\n"
+    );
+    std::fs::write(b.dir.path().join("regression/s.toml"), &suite).unwrap();
+    let (out, _) = b.expect(&["s", "--bless", "--reason", "first", "--seeds", "3"], 0);
+    assert_eq!(out.matches("wrote ").count(), 2, "{out}");
+    let own = b.dir.path().join(format!("regression/baselines/{}/s-m.json", env!("CARGO_PKG_VERSION")));
+    let read = |path: &Path| -> serde_json::Value { serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap() };
+    let baseline = read(&own);
+    assert_eq!(baseline["seeds"]["seeds"], serde_json::json!([3, 4, 5]));
+    assert!(baseline["seeds"]["spread"]["w4"]["perplexity"].as_f64().unwrap() > 0.0);
+    assert_eq!(baseline["setup"]["dependencies"]["burn"], "0.22.1");
+
+    // The same again needs a part of the windows; CI systems and people get their files.
+    let at = |name: &str| b.dir.path().join(name).to_str().unwrap().to_owned();
+    let (out, _) = b.expect(&["s", "--junit", &at("j.xml"), "--html", &at("h.html")], 0);
+    assert!(out.contains("decided on 16 of 40 blocks"), "{out}");
+    let xml = std::fs::read_to_string(at("j.xml")).unwrap();
+    assert!(xml.contains("<testcase classname=\"m.w4a8\" name=\"kl\"/>") && xml.contains("failures=\"0\""), "{xml}");
+    let html = std::fs::read_to_string(at("h.html")).unwrap();
+    assert!(html.contains("difference to the float model") && html.contains("m/w4a8") && !html.contains("src="));
+    // Another seed: codes are not compared, the rest is within the noise that three seeds showed.
+    let (out, _) = b.expect(&["s", "--seed", "9"], 0);
+    assert!(out.contains("baseline of seed 3; differs") && out.contains("over seeds ["), "{out}");
+
+    // Another program, here this one under another name: the same numbers by its own commands, kept under the version that is told.
+    let dsq = env!("CARGO_BIN_EXE_dsq");
+    b.expect(&["s", "--binary", dsq, "--as", "0.0.1"], 2);
+    b.expect(&["s", "--bless", "--reason", "history", "--binary", dsq, "--as", "one"], 2);
+    let (out, _) = b.expect(&["s", "--bless", "--reason", "history", "--binary", dsq, "--as", "0.0.1"], 0);
+    assert!(out.contains("m: not measured and left out: requantize_mismatches"), "{out}");
+    let old = read(&b.dir.path().join("regression/baselines/0.0.1/s-m.json"));
+    for (i, row) in ["base", "w4", "w4a8"].into_iter().enumerate() {
+        assert_eq!(old["rows"][i]["name"], row);
+        for metric in ["perplexity", "kl", "codes_sha256"] {
+            assert_eq!(old["rows"][i]["metrics"][metric], baseline["rows"][i]["metrics"][metric], "{row} {metric}");
+        }
+    }
+    let (out, _) = b.expect(&["s", "--history"], 0);
+    let lines: Vec<&str> = out.lines().filter(|l| l.starts_with("m/w4a8")).collect();
+    assert!(lines.len() == 2 && lines[0].contains(" 0.0.1 ") && lines[1].contains("same"), "{out}");
+    // The newest version up to this one is compared with, not the first.
+    std::fs::remove_file(&own).unwrap();
+    let (_, err) = b.expect(&["s"], 3);
+    assert!(err.contains("baselines/0.0.1/s-m.json") && err.contains("requantize_mismatches"), "{err}");
 }
