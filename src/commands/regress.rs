@@ -176,7 +176,7 @@ impl Work<'_> {
 
     fn measure(&self, job: &Job<'_>, ask: Ask<'_>) -> Result<Report, CliError> {
         let identity = self.identify(job)?;
-        let seed = ask.seed.unwrap_or(identity.seed);
+        let seed = ask.seed.filter(|_| job.trains()).unwrap_or(identity.seed);
         let dir = self.folder.join(format!("{}-seed{seed}", job.name()));
         let report = match job {
             Job::Fixed if self.binary.is_some() => {
@@ -209,9 +209,7 @@ impl Work<'_> {
             130 => CliError::new(130, format!("interrupted in {}; nothing was compared", job.name())),
             _ => e,
         })?;
-        Ok(report
-            .about("recipe_sha256", identity.recipe_sha256)
-            .about("seed", if *job == Job::Fixed { 0 } else { seed }))
+        Ok(report.about("recipe_sha256", identity.recipe_sha256).about("seed", seed))
     }
 
     fn run_dir(&self, recipe: &SuiteRecipe, seed: u64) -> PathBuf {

@@ -200,10 +200,12 @@ fn a_model_is_measured_kept_by_version_and_shown_with_its_history() {
     let b = Bench::new();
     let data = format!("{}/recipes/data/pydoc", env!("CARGO_MANIFEST_DIR"));
     std::fs::write(b.dir.path().join("micro.toml"), MICRO.replace("DATA", &data)).unwrap();
+    let golden = format!("{}/tests/golden/tasks", env!("CARGO_MANIFEST_DIR"));
     let suite = format!(
         "[tolerance]\nperplexity = {{ relative = 0.02 }}\n[[recipe]]\npath = \"../micro.toml\"\n\
          [[model]]\nname = \"m\"\nrecipe = \"micro\"\ntext = [\"{data}/heldout.txt\"]\ncontext = 32\nwindows = 40\n\
-         tolerance = {{ kl = {{ relative = 0.1 }}, codes_sha256 = \"exact_on_same_hardware\", requantize_mismatches = {{ at_most = 0 }} }}\n\
+         tasks = [\"{golden}/choice.jsonl\", \"{golden}/predict.jsonl\"]\n\
+         tolerance = {{ kl = {{ relative = 0.1 }}, accuracy = {{ absolute = 0.1 }}, greedy = {{ absolute = 0.1 }}, codes_sha256 = \"exact_on_same_hardware\", requantize_mismatches = {{ at_most = 0 }} }}\n\
          [[model.variant]]\nname = \"w4\"\nquantize = [\"--scheme\", \"W4A16\", \"--group-size\", \"32\"]\n\
          [[model.variant]]\nname = \"w4a8\"\nquantize = [\"--scheme\", \"W4A16\", \"--group-size\", \"32\"]\nactivations = \"int8\"\n"
     );
@@ -221,6 +223,8 @@ fn a_model_is_measured_kept_by_version_and_shown_with_its_history() {
     let at = |name: &str| b.dir.path().join(name).to_str().unwrap().to_owned();
     let (out, _) = b.expect(&["s", "--junit", &at("j.xml"), "--html", &at("h.html")], 0);
     assert!(out.contains("decided on 16 of 40 blocks"), "{out}");
+    let tasks = |row: &str| out.lines().any(|l| l.contains(row) && l.contains(" pass"));
+    assert!(tasks(" base:choice  ") && tasks(" w4:choice  ") && tasks(" w4a8:predict  "), "{out}");
     let xml = std::fs::read_to_string(at("j.xml")).unwrap();
     assert!(xml.contains("<testcase classname=\"m.w4a8\" name=\"kl\"/>") && xml.contains("failures=\"0\""), "{xml}");
     let html = std::fs::read_to_string(at("h.html")).unwrap();
@@ -234,7 +238,7 @@ fn a_model_is_measured_kept_by_version_and_shown_with_its_history() {
     b.expect(&["s", "--binary", dsq, "--as", "0.0.1"], 2);
     b.expect(&["s", "--bless", "--reason", "history", "--binary", dsq, "--as", "one"], 2);
     let (out, _) = b.expect(&["s", "--bless", "--reason", "history", "--binary", dsq, "--as", "0.0.1"], 0);
-    assert!(out.contains("m: not measured and left out: requantize_mismatches"), "{out}");
+    assert!(out.contains("m: not measured and left out: accuracy, greedy, requantize_mismatches"), "{out}");
     let old = read(&b.dir.path().join("regression/baselines/0.0.1/s-m.json"));
     for (i, row) in ["base", "w4", "w4a8"].into_iter().enumerate() {
         assert_eq!(old["rows"][i]["name"], row);
@@ -243,7 +247,7 @@ fn a_model_is_measured_kept_by_version_and_shown_with_its_history() {
         }
     }
     let (out, _) = b.expect(&["s", "--history"], 0);
-    let lines: Vec<&str> = out.lines().filter(|l| l.starts_with("m/w4a8")).collect();
+    let lines: Vec<&str> = out.lines().filter(|l| l.starts_with("m/w4a8 ")).collect();
     assert!(lines.len() == 2 && lines[0].contains(" 0.0.1 ") && lines[1].contains("same"), "{out}");
     // The newest version up to this one is compared with, not the first.
     std::fs::remove_file(&own).unwrap();

@@ -409,12 +409,12 @@ mod tests {
     }
 
     #[test]
-    fn c010_ties_round_to_even() {
+    fn c010_f111_ties_round_to_even() {
         let args = QuantArgs::int4(Granularity::PerTensor, FloatType::F32);
         let p = QParams { scale: 1.0, zero: 0 };
-        let xs = [0.5f32, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5, 6.5, 7.5, -8.5];
+        let xs = [0.5f32, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5, 6.5, 7.5, -8.5, -0.0, 9.0];
         let codes: Vec<i8> = xs.iter().map(|&x| args.quantize(x, p)).collect();
-        assert_eq!(codes, [0, 2, 2, 0, -2, -2, 4, 6, 7, -8]);
+        assert_eq!(codes, [0, 2, 2, 0, -2, -2, 4, 6, 7, -8, 0, 7]);
     }
 
     #[test]
