@@ -15,8 +15,8 @@ struct Entry {
     metrics: Map<String, Value>,
 }
 
-/// For each job and quantized row of `suite`, a row for each version: `version`, the metric, `fp32` (the same of the float model that it was
-/// made from), `difference`, `kl`, `bits_per_weight`, and `trend`, the change of the difference from the version before. `now`: reports of
+/// For each job and quantized row of `suite`, a row for each version: `version`, `metric` and its `value`, `fp32` (the same of the float model
+/// that it was made from), `difference`, `trend` (the change of the difference from the version before), `kl`, `bits_per_weight`. `now`: reports of
 /// the present run by job.
 ///
 /// # Errors
@@ -62,7 +62,8 @@ fn line(job: &str, e: &Entry, all: &[Entry], before: &mut Option<f64>) -> Option
     let number = |e: &Entry, metric: &str| e.metrics.get(metric).and_then(Value::as_f64);
     let metric = MAIN.into_iter().find(|m| number(e, m).is_some())?;
     let value = number(e, metric)?;
-    let mut row = Row::new(format!("{job}/{}", e.row)).text("version", &e.version).number(metric, value);
+    let mut row = Row::new(format!("{job}/{}", e.row)).text("version", &e.version);
+    row = row.text("metric", metric).number("value", value);
     let floats = all.iter().find(|f| f.version == e.version && Some(&f.row) == e.base.as_ref());
     if let Some(fp32) = floats.and_then(|f| number(f, metric)) {
         let difference = value - fp32;

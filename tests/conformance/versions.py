@@ -38,7 +38,6 @@ OLDER = [
         "known": [
             ("", "decompress_module", "the check asks for a function that this compressed-tensors does not have; export-logits loads the same files"),
             ("w3a16", "", "3-bit codes are packed across words since a later compressed-tensors; this one keeps ten to a word"),
-            ("", "scale_dtype", "this compressed-tensors does not know the field scale_dtype and refuses configs that have it"),
             ("float-coded-logits", "validation error", "this compressed-tensors does not know the field scale_dtype and refuses configs that have it"),
             ("deepseek_v2", "", "transformers 4.57 computes deepseek_v2 otherwise (the float model alone shows it)"),
             ("llama_tiny_llama3rope", "golden logits", "transformers 4.57 does not read the newer spelling of rotary scaling (rope_parameters)"),
