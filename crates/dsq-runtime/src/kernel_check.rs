@@ -64,7 +64,7 @@ fn check(fast: &Linear, input: &Option<InputGrid>, weight: LinearWeight) -> Resu
         let x = inputs(m, k);
         let run = |l: &Linear| {
             let mut y = vec![0.0f32; m * n];
-            product(Activations::Float, input, &[l], &mut x.clone(), m, &mut [&mut y]);
+            product(Activations::Float, input, &[l], &x, m, &mut [&mut y]);
             y
         };
         let (y, mut reference) = (run(fast), run(&scalar));
