@@ -153,7 +153,7 @@ fn print(answer: &Answer, report: &Report) {
         [] => output::line("nothing differs"),
         findings => findings.iter().for_each(|f| output::line(f.line())),
     }
-    answer.notes.iter().for_each(|n| output::line(n));
+    answer.notes.iter().for_each(output::line);
     // Long texts make no columns.
     let mut short = report.clone();
     short.rows.retain(|r| r.get("damage").is_some() || r.get("worst").is_some_and(|w| w > 1.0));

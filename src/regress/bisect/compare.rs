@@ -208,11 +208,9 @@ fn weight(
     }
     if same_form {
         out.rows = Some(Rows { k, good: row_digests(&a, k), bad: row_digests(&b, k) });
-    } else if out.differ == 0 {
-        // The same values in another form.
-        return Ok(None);
     }
-    Ok(Some(out))
+    // The same values in another form are no difference.
+    Ok((out.differ > 0).then_some(out))
 }
 
 fn columns(w: &LinearWeight) -> usize {

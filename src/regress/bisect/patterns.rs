@@ -136,7 +136,7 @@ impl Moved {
 
     /// The permutation between halves (Hugging Face) and pairs (GGUF, original Llama) of a head's rows, where it is that.
     fn rotary(&self, n: usize, head: usize) -> Option<&'static str> {
-        if head < 4 || head % 2 != 0 || n % head != 0 {
+        if head < 4 || !head.is_multiple_of(2) || !n.is_multiple_of(head) {
             return None;
         }
         let half = head / 2;
