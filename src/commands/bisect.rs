@@ -217,6 +217,7 @@ fn two_models(
     let (good, bad) = (Checkpoint::open(good)?, Checkpoint::open(bad)?);
     let float = float.map(Checkpoint::open).transpose()?;
     let documents = documents(args, &good)?;
+    let windows = windows(args, &documents, &[&good, &bad])?;
     answer.findings.extend(tokens::differing(&good, &bad, &texts(args)?)?);
     let (a, b) = (language(&good)?, language(&bad)?);
     let fields = config::differing(a, b);
@@ -238,7 +239,6 @@ fn two_models(
         answer.notes.push(format!("{same} are the same in both, {} modules compared", compared.modules));
         return Ok(());
     }
-    let windows = windows(args, &documents, &[&good, &bad])?;
     let most = args.max_runs.map_or(64, |n| usize::try_from(n).unwrap_or(usize::MAX));
     let threads = global.threads();
     let mut walk = Walk::new(LlamaRuntime::load(&good, threads)?, LlamaRuntime::load(&bad, threads)?, &windows, most)?;

@@ -435,7 +435,7 @@ fn questions_that_cannot_be_asked_are_refused() {
     let args = ["regress", "--bisect", text(&good), text(&good)];
     fails(&args, 2, &["--text", "expected a text that the models run on"]);
     fails(&[&args[..], &["--tokens-file", text(&ids), "--context", "9999"]].concat(), 2, &["--context", "at most 256"]);
-    fails(&[&args[..], &["--tokens-file", text(&ids), "--bound", "-1"]].concat(), 2, &["--bound", "got -1"]);
+    fails(&[&args[..], &["--tokens-file", text(&ids), "--bound=-1"]].concat(), 2, &["--bound", "got -1"]);
     let two = [&args[..], &["--tokens-file", text(&ids), "--binary-bad", "x"]].concat();
     fails(&two, 2, &["expected one, got two"]);
     let none = ["regress", "--bisect", text(&good), "--tokens-file", text(&ids), "--binary-bad", "/no/such/dsq"];
