@@ -1,6 +1,7 @@
 //! One file a command: its options, and `run`, which returns the exit code (0, or 1 when a gate failed).
 
 pub mod bench;
+mod bisect;
 pub mod doctor;
 pub mod eval;
 pub mod eval_images;

@@ -55,10 +55,15 @@ pub struct Args {
     /// Keep the run folders in this folder instead of a temporary one.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
+    #[command(flatten)]
+    bisect: super::bisect::Args,
 }
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
+    if args.bisect.given() {
+        return super::bisect::run(&args.bisect, global);
+    }
     let reason = args.reason.as_deref().map(str::trim);
     if reason == Some("") {
         return Err(CliError::usage("--reason: expected a sentence that says why the baselines change, got none"));

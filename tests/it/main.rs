@@ -1,6 +1,7 @@
 //! The one integration test binary: what holds across crates, and the commands as a person runs them.
 
 mod architecture;
+mod bisect;
 mod cli;
 mod columns;
 mod command;

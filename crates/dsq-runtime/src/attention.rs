@@ -5,7 +5,7 @@
 //! comes in. That is `heads * (qk + value)` numbers a position where the latent and its rotated key are `kv_rank + rope`.
 
 use crate::cache::{KvType, Scratch};
-use crate::llama::{Part, add_bias, product};
+use crate::llama::{Part, WithBias, add_bias, product};
 use crate::profile::{Clock, Op};
 use crate::rope::RopeTable;
 use crate::{KvPolicy, RuntimeError};
@@ -158,6 +158,22 @@ impl Attention {
             }
         };
         out.push((&self.o, &self.o_input));
+        out
+    }
+
+    /// The linear layers of [`Attention::linears`] with their biases, to be exchanged.
+    pub(crate) fn linears_mut(&mut self) -> Vec<WithBias<'_>> {
+        let mut out: Vec<WithBias<'_>> = match &mut self.kind {
+            Kind::Grouped(a) => a.qkv.iter_mut().zip(&mut a.bias).map(|(l, bias)| (l, Some(bias))).collect(),
+            Kind::Latent(a) => {
+                let [q, kv] = &mut a.first;
+                let mut out: Vec<WithBias<'_>> = vec![(q, None)];
+                out.extend(a.q_b.iter_mut().map(|(_, l, _)| (l, None)));
+                out.extend([(kv, None), (&mut a.kv_b, None)]);
+                out
+            }
+        };
+        out.push((&mut self.o, Some(&mut self.o_bias)));
         out
     }
 

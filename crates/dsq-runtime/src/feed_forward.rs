@@ -5,7 +5,7 @@
 //! added in increasing order, whatever tokens they share a product with.
 
 use crate::RuntimeError;
-use crate::llama::{Part, add_bias, linear, product};
+use crate::llama::{Part, WithBias, add_bias, linear, product};
 use crate::profile::{Clock, Op};
 use dsq_checkpoint::{Checkpoint, LlamaConfig, Routing};
 use dsq_kernels::elementwise::{add, silu_mul};
@@ -80,6 +80,10 @@ impl Block {
         [(&self.gate_up[0], gate_up), (&self.gate_up[1], gate_up), (&self.down, down)]
     }
 
+    fn linears_mut(&mut self) -> impl Iterator<Item = WithBias<'_>> {
+        self.gate_up.iter_mut().chain([&mut self.down]).zip(&mut self.bias).map(|(l, bias)| (l, Some(bias)))
+    }
+
     fn bytes(&self) -> usize {
         self.linears().iter().map(|(l, _)| l.bytes()).sum()
     }
@@ -117,6 +121,14 @@ impl FeedForward {
         match self {
             Self::Dense(block) => block.linears().into(),
             Self::Experts(e) => e.experts.iter().chain(&e.shared).flat_map(Block::linears).collect(),
+        }
+    }
+
+    /// The linear layers of [`FeedForward::linears`] with their biases, to be exchanged.
+    pub(crate) fn linears_mut(&mut self) -> Vec<WithBias<'_>> {
+        match self {
+            Self::Dense(block) => block.linears_mut().collect(),
+            Self::Experts(e) => e.experts.iter_mut().chain(&mut e.shared).flat_map(Block::linears_mut).collect(),
         }
     }
 

@@ -4,6 +4,11 @@
 //! The bits of a token's logits depend on the tokens before it only: not on the number of threads, nor on how the
 //! sequence was cut into calls, nor on the sequences beside it (see the orders in `dsq-kernels`).
 
+mod exchange;
+
+pub use exchange::ModelPart;
+pub(crate) use exchange::WithBias;
+
 use crate::attention::{self, Attention};
 use crate::cache::{KvCache, KvPool, KvType, Scratch, Sequence};
 use crate::feed_forward::{FeedForward, Room};
