@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Makes the golden set of a version: small exported checkpoints of every format and scheme, with what that version's own dsq says of them.
 
-    python3 regression/make_golden.py DSQ VERSION COMMIT DATE
+    python3 regression/make_golden.py DSQ VERSION COMMIT DATE CAME HARDWARE
+    python3 regression/make_golden.py --add DSQ VERSION HARDWARE
 
-DSQ is that version's program; nothing else of it is needed, and only the standard library of Python. Writes regression/golden/VERSION:
+The second makes only what this script knows and the set lacks, beside what is there, which stays as it is. CAME is a line that says what came
+with the version. HARDWARE is a file that `dsq regress --report` wrote on this machine. DSQ is that version's program; nothing else of it is needed, and only the standard library of Python. Writes regression/golden/VERSION:
 
     golden.json        what is there (read by src/regress/golden.rs)
     NAME/ or NAME.gguf an exported checkpoint, as DSQ wrote it
     recipes/*.toml     recipes of that version; golden.json holds what several seeds gave
 
-The source of all of them is regression/golden/source (made here once: weights from a fixed sequence of integers).
+and lists it, with digests, in regression/golden/versions.toml. The source is regression/golden/source, or source-text where a text is looked
+at (calib.txt, a character a token); both made here once: weights from a fixed sequence of integers.
 
 What golden.json says of an entry: the command and its options; SHA-256 of each file; for each quantized layer SHA-256 of its values (f32, little
 endian), as DSQ's own export to a float folder gives them; the logits of fixed tokens, as DSQ's own runtime gives them; and the bound that
@@ -25,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent
 GOLDEN = ROOT / "golden"
@@ -35,6 +39,11 @@ CONFIG = {
     "intermediate_size": 256, "vocab_size": 96, "max_position_embeddings": 64, "rms_norm_eps": 1e-05, "bos_token_id": 0,
     "eos_token_id": 0, "head_dim": 16, "tie_word_embeddings": True, "rope_theta": 10000.0, "torch_dtype": "float32",
 }
+# Of the entries that look at a text.
+TEXT = GOLDEN / "source-text"
+TEXT_CONFIG = CONFIG | {"intermediate_size": 64}
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+INDEX = GOLDEN / "versions.toml"
 TOKENS = [[3, 17, 90, 41, 5, 66, 28, 71, 12, 54, 9, 80]]
 
 # Widest sum of the source: intermediate_size.
@@ -54,6 +63,11 @@ def quantize(name, *options, acts=None):
 
 def export(name, *options, of=None):
     return {"name": name, "command": "export", "options": list(options), "bound": FLOAT, "of": of}
+
+
+def calibrated(name, *options, acts=None):
+    look = ["--calib", "suite:calib.txt", "--calib-tokens", "256", "--calib-context", "32"]
+    return quantize(name, *options, *look, acts=acts) | {"source": TEXT.name}
 
 
 # Blocks are of 128 inputs, and only down_proj has as many.
@@ -82,6 +96,15 @@ ENTRIES = [
     export("q4_1.gguf", "--format", "gguf", "--gguf-type", "Q4_1"),
     export("q8_0.gguf", "--format", "gguf", "--gguf-type", "Q8_0"),
     export("q4_k_m.gguf", "--format", "gguf", "--gguf-type", "Q4_K_M"),
+    calibrated("fp8_static", "--scheme", "FP8", acts="fp8"),
+    calibrated("nvfp4", "--scheme", "NVFP4", acts="fp4"),
+    calibrated("w8a8_static", "--scheme", "W8A8", "--static-activations", acts="int8"),
+    calibrated("w8a8_static_asymmetric", "--scheme", "W8A8", "--static-activations", "--asymmetric-activations", acts="int8"),
+    calibrated("w4a8_static_g32", "--scheme", "W4A8", "--group-size", "32", "--static-activations", acts="int8"),
+    calibrated("w4a4_static_g32", "--scheme", "W4A4", "--group-size", "32", acts="int4"),
+    calibrated("w4a16_gptq", "--scheme", "W4A16", "--group-size", "32", "--method", "gptq"),
+    calibrated("w4a16_awq", "--scheme", "W4A16", "--group-size", "32", "--asymmetric", "--method", "awq"),
+    calibrated("w4a16_kv_int8", "--scheme", "W4A16", "--group-size", "32", "--kv-cache", "int8"),
 ]
 
 # A recipe of seconds; what a version's training gives from several seeds is what later versions are expected to give.
@@ -117,6 +140,13 @@ format = "compressed-tensors"
 context = 32
 max_tokens = 2048
 """
+# small trains far enough that an untrained model (perplexity 1024 or so) lies well outside of its interval; micro's reaches nearly there. Seeds end
+# as far apart in it as in micro: 311.7 +- 54.3 and 865.4 +- 121.8.
+RECIPES = {
+    "micro": RECIPE,
+    "small": RECIPE.replace('"micro"', '"small"').replace("steps = 20\nbatch_size = 4", "steps = 200\nbatch_size = 8")
+    .replace("steps = 10\n", "steps = 40\n").replace("max_tokens = 2048", "max_tokens = 8192"),
+}
 SEEDS = [1, 2, 3, 4, 5]
 
 
@@ -129,8 +159,7 @@ def integers(count, state):
     return out
 
 
-def make_source():
-    c = CONFIG
+def make_source(folder, c):
     h, heads, kv, inner = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["intermediate_size"]
     d = c["head_dim"]
     shapes = {"model.embed_tokens.weight": [c["vocab_size"], h], "model.norm.weight": [h]}
@@ -157,9 +186,23 @@ def make_source():
         data += blob
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    SOURCE.mkdir(parents=True)
-    (SOURCE / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
-    (SOURCE / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(c, indent=1) + "\n")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def make_text():
+    """The second source, with a tokenizer for which each printable character is a token, and a text to look at."""
+    make_source(TEXT, TEXT_CONFIG)
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?s:.)"}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(CHARACTERS)}, "unk_token": " "},
+    }
+    (TEXT / "tokenizer.json").write_text(json.dumps(tokenizer) + "\n")
+    text = (ROOT.parent / "recipes/data/pydoc/heldout.txt").read_text(encoding="utf-8")
+    (GOLDEN / "calib.txt").write_text("".join(c for c in text if c in CHARACTERS)[:2048])
 
 
 def read_safetensors(path):
@@ -208,59 +251,112 @@ def logits_of(dsq, checkpoint, scratch):
     return list(struct.unpack(f"<{len(raw) // 4}f", raw))[-CONFIG["vocab_size"] :]
 
 
-def main():
-    dsq, version, commit, date = sys.argv[1:]
-    dsq = str(pathlib.Path(dsq).resolve())
-    # Relative names in what dsq writes about its source.
-    GOLDEN.mkdir(exist_ok=True)
-    os.chdir(GOLDEN)
-    if not SOURCE.exists():
-        make_source()
-    out = pathlib.Path(version)
-    if out.exists():
-        sys.exit(f"{out}: expected nothing there, got a golden set: a version's set is made once")
-    partial = pathlib.Path(f".{version}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    entries, left_out = [], []
-    for entry in ENTRIES:
-        name = entry["name"]
-        source = partial / entry["of"] if entry.get("of") else pathlib.Path("source")
-        target = partial / name
-        with tempfile.TemporaryDirectory() as scratch:
-            scratch = pathlib.Path(scratch)
-            try:
-                if not source.exists():
-                    raise RuntimeError(f"{entry['of']} is left out")
-                run(dsq, entry["command"], source, "--out", target, *entry["options"])
-                values, logits = values_of(dsq, target, scratch), logits_of(dsq, target, scratch)
-            except RuntimeError as problem:
-                shutil.rmtree(target, ignore_errors=True)
-                target.unlink(missing_ok=True)
-                left_out.append({"name": name, "because": str(problem)})
-                print(f"left out {name}: {problem}", file=sys.stderr)
-                continue
-        files = sorted(p for p in target.rglob("*") if p.is_file()) if target.is_dir() else [target]
-        entries.append({**entry, "files": {p.relative_to(partial).as_posix(): sha256(p.read_bytes()) for p in files},
-                        "values": values, "logits": logits})
-        print(f"{name}: {sum(p.stat().st_size for p in files)} bytes, {len(values)} layers", file=sys.stderr)
-    (partial / "recipes").mkdir()
-    recipe = partial / "recipes" / "micro.toml"
-    recipe.write_text(RECIPE)
+def index(version, commit, date, came):
+    """Writes versions.toml with this version in it; the others stay as they are."""
+    old = tomllib.loads(INDEX.read_text()) if INDEX.exists() else {"version": []}
+    listed = {v["version"]: v for v in old["version"]}
+    came = came or listed[version]["came"]
+    files = [f"{version}/golden.json", *sorted(p.relative_to(GOLDEN).as_posix() for p in (GOLDEN / version / "recipes").iterdir())]
+    digests = {name.removeprefix(f"{version}/"): sha256((GOLDEN / name).read_bytes()) for name in files}
+    listed[version] = {"version": version, "commit": commit, "date": date, "came": came, "files": digests}
+    beside = [GOLDEN / "calib.txt", *sorted(SOURCE.iterdir()), *sorted(TEXT.iterdir())]
+    quoted = json.dumps
+    lines = ["# The golden sets that there must be, with SHA-256 of what golden.json does not speak of. Written by regression/make_golden.py.", "", "[files]"]
+    lines += [f"{quoted(p.relative_to(GOLDEN).as_posix())} = {quoted(sha256(p.read_bytes()))}" for p in beside]
+    for v in sorted(listed.values(), key=lambda v: [int(n) for n in v["version"].split(".")]):
+        lines += ["", "[[version]]", *(f"{k} = {quoted(v[k], ensure_ascii=False)}" for k in ["version", "commit", "date", "came"])]
+        lines += ["[version.files]", *(f"{quoted(name)} = {quoted(sha)}" for name, sha in v["files"].items())]
+    INDEX.write_text("\n".join(lines) + "\n")
+
+
+def make(dsq, partial, entry, hardware):
+    """Makes one entry in `partial` and says what golden.json says of it."""
+    name = entry["name"]
+    source = partial / entry["of"] if entry.get("of") else pathlib.Path(entry.get("source", "source"))
+    target = partial / name
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = pathlib.Path(scratch)
+        try:
+            if not source.exists():
+                raise RuntimeError(f"{entry['of']} is left out")
+            run(dsq, entry["command"], source, "--out", target, *(o.removeprefix("suite:") for o in entry["options"]))
+            values, logits = values_of(dsq, target, scratch), logits_of(dsq, target, scratch)
+        except RuntimeError:
+            if target.is_dir():
+                shutil.rmtree(target)
+            target.unlink(missing_ok=True)
+            raise
+    files = sorted(p for p in partial.rglob("*") if p.is_file() and (target in p.parents or p.name.startswith(target.name)))
+    print(f"{name}: {sum(p.stat().st_size for p in files)} bytes, {len(values)} layers", file=sys.stderr)
+    # A sum of floats decides these codes.
+    where = {"hardware": hardware} if "--calib" in entry["options"] else {}
+    return {**entry, "files": {p.relative_to(partial).as_posix(): sha256(p.read_bytes()) for p in files},
+            "values": values, "logits": logits, **where}
+
+
+def make_recipe(dsq, partial, name):
+    """Trains a recipe with several seeds."""
+    recipe = partial / "recipes" / f"{name}.toml"
+    recipe.parent.mkdir(exist_ok=True)
+    recipe.write_text(RECIPES[name])
     perplexities = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as scratch:
             report = json.loads(run(dsq, "train", recipe, "--out", f"{scratch}/run", "--set", f"seed={seed}"))
         (row,) = [r for r in report["rows"] if r["name"] == "exported"]
         perplexities.append(row["perplexity"])
-    golden = {
-        "format": 1, "version": version, "commit": commit, "date": date, "source": "source", "tokens": TOKENS, "entries": entries,
-        "recipes": [{"file": "recipes/micro.toml", "row": "exported", "metric": "perplexity", "seeds": SEEDS, "values": perplexities}],
-        "left_out": left_out,
-    }
+    print(f"{name}: {perplexities}", file=sys.stderr)
+    return {"file": f"recipes/{name}.toml", "row": "exported", "metric": "perplexity", "seeds": SEEDS, "values": perplexities}
+
+
+def main():
+    words = sys.argv[1:]
+    add = words[:1] == ["--add"]
+    if add:
+        dsq, version, report = words[1:]
+        came = None
+    else:
+        dsq, version, commit, date, came, report = words
+    dsq = str(pathlib.Path(dsq).resolve())
+    hardware = json.loads(pathlib.Path(report).read_text())["setup"]["hardware"]
+    # Relative names in what dsq writes about its source.
+    GOLDEN.mkdir(exist_ok=True)
+    os.chdir(GOLDEN)
+    if not SOURCE.exists():
+        make_source(SOURCE, CONFIG)
+    if not TEXT.exists():
+        make_text()
+    out = pathlib.Path(version)
+    if out.exists() and not add:
+        sys.exit(f"{out}: expected nothing there, got a golden set: a version's set is made once (--add makes what it lacks)")
+    partial = pathlib.Path(f".{version}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if add:
+        # A copy, so that a set is never half made.
+        shutil.copytree(out, partial)
+        golden = json.loads((partial / "golden.json").read_text())
+        commit, date = golden["commit"], golden["date"]
+    else:
+        partial.mkdir()
+        golden = {"format": 1, "version": version, "commit": commit, "date": date, "source": "source", "tokens": TOKENS,
+                  "entries": [], "recipes": [], "left_out": []}
+    there = {e["name"] for e in golden["entries"] + golden["left_out"]}
+    for entry in ENTRIES:
+        if entry["name"] in there:
+            continue
+        try:
+            golden["entries"].append(make(dsq, partial, entry, hardware))
+        except RuntimeError as problem:
+            golden["left_out"].append({"name": entry["name"], "because": str(problem)})
+            print(f"left out {entry['name']}: {problem}", file=sys.stderr)
+    trained = {r["file"] for r in golden["recipes"]}
+    golden["recipes"] += [make_recipe(dsq, partial, name) for name in RECIPES if f"recipes/{name}.toml" not in trained]
     (partial / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    if add:
+        shutil.rmtree(out)
     partial.rename(out)
-    print(f"{GOLDEN / out}: {len(entries)} checkpoints, {len(left_out)} left out", file=sys.stderr)
+    index(version, commit, date, came)
+    print(f"{GOLDEN / out}: {len(golden['entries'])} checkpoints, {len(golden['left_out'])} left out", file=sys.stderr)
 
 
 main()

@@ -111,7 +111,7 @@ pub fn run(args: Args, global: &Global) -> Result<u8, CliError> {
         })?;
     outcome.notes.extend(work.notes.take());
     for set in &sets {
-        outcome.checks.extend(set.checks(&folder.join("golden"), global)?);
+        outcome.checks.extend(set.checks(&folder.join("golden"), &setup, global)?);
     }
     for baseline in &outcome.blessed {
         if let Some(parent) = baseline.path.parent() {

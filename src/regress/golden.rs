@@ -1,18 +1,48 @@
 //! Golden sets: small checkpoints that earlier versions of dsq exported, and what those versions said of them. This version must read the
 //! same values, give the same logits within the stated bound, export the same values from the same source, and train the recipes of that
-//! time to what they gave. The sets are made by regression/make_golden.py and never changed; there is nothing to bless here.
+//! time to what they gave. The sets are made by regression/make_golden.py and never changed; there is nothing to bless here. versions.toml
+//! beside them says which there must be, with digests, so that neither a set nor an entry can be gone without a word.
 
+use super::digest::add_digests;
 use crate::{Global, error::CliError, input, recipe::Recipe, reference::forward, regress};
 use dsq_checkpoint::{Checkpoint, hex_sha256, printable};
-use dsq_eval::{Check, Tolerance, Verdict, Version};
+use dsq_eval::{Check, Hardware, Row, Setup, Tolerance, Verdict, Version};
 use dsq_runtime::{KvType, LlamaRuntime};
 use serde::Deserialize;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Version of the form of golden.json.
 const FORMAT: u32 = 1;
+
+/// The list of the sets that there must be.
+const INDEX: &str = "versions.toml";
+
+/// What a set says of itself.
+const GOLDEN: &str = "golden.json";
+
+/// versions.toml.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Index {
+    /// SHA-256 of what lies beside the versions' folders: the float models, and the text for those that look at one.
+    files: BTreeMap<String, String>,
+    version: Vec<Listed>,
+}
+
+/// A version in the list.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Listed {
+    version: String,
+    commit: String,
+    date: String,
+    /// What came with it, for people.
+    came: String,
+    /// SHA-256 of golden.json and the recipes, in the version's folder.
+    files: BTreeMap<String, String>,
+}
 
 /// The golden.json of a version.
 #[derive(Debug, Deserialize)]
@@ -43,6 +73,13 @@ struct Entry {
     /// The entry that it was exported from; the source where none is named.
     #[serde(default)]
     of: Option<String>,
+    /// The float model, in place of the set's own.
+    #[serde(default)]
+    source: Option<PathBuf>,
+    /// Where it was made, of an entry whose codes follow from sums of floats (it looked at a text): other hardware adds in another order, so
+    /// it need not make the same codes.
+    #[serde(default)]
+    hardware: Option<Hardware>,
     /// Largest change of a logit over the largest logit.
     bound: f64,
     /// SHA-256 of each file.
@@ -84,14 +121,48 @@ pub struct Set {
 /// Exit code 3, `golden set unusable`, for a folder without sets, and a set that is damaged, incomplete or of another version than its
 /// folder says.
 pub fn sets(folder: &Path) -> Result<Vec<Set>, CliError> {
+    let file = folder.join(INDEX);
+    let text = input::bytes(&file).and_then(|bytes| input::utf8(&file, bytes)).map_err(|e| unusable(&file, e))?;
+    let index: Index = toml::from_str(&text).map_err(|e| unusable(&file, e))?;
+    let mut versions = BTreeMap::new();
+    for listed in &index.version {
+        let Some(version) = Version::parse(&listed.version) else {
+            return Err(unusable(&file, format!("version: expected one as 1.2.3, got {:?}", listed.version)));
+        };
+        if listed.came.is_empty() || !listed.files.contains_key(GOLDEN) {
+            let problem = format!("{version}: expected what came with it, and the digest of {GOLDEN}");
+            return Err(unusable(&file, problem));
+        }
+        if versions.insert(version, listed).is_some() {
+            return Err(unusable(&file, format!("version: expected {version} once, got it twice")));
+        }
+    }
+    if versions.is_empty() {
+        return Err(unusable(&file, "expected at least one version's set, got none"));
+    }
     let entries =
         std::fs::read_dir(folder).map_err(|e| unusable(folder, format!("expected a folder of golden sets: {e}")))?;
-    let mut versions: Vec<Version> = entries.filter_map(|e| Version::parse(e.ok()?.file_name().to_str()?)).collect();
-    versions.sort_unstable();
-    if versions.is_empty() {
-        return Err(unusable(folder, "expected at least one version's set, got none"));
+    for entry in entries {
+        let entry = entry.map_err(|e| unusable(folder, e))?;
+        let version = entry.file_name().to_str().and_then(Version::parse);
+        if version.is_some_and(|v| !versions.contains_key(&v)) {
+            return Err(unusable(&entry.path(), format!("expected a version that {INDEX} lists")));
+        }
     }
-    versions.iter().map(|v| Set::read(&folder.join(v.to_string()))).collect()
+    same_files(folder, &index.files)?;
+    versions.into_values().map(|listed| Set::read(&folder.join(&listed.version), listed)).collect()
+}
+
+/// Checks SHA-256 of each file in `folder`.
+fn same_files(folder: &Path, files: &BTreeMap<String, String>) -> Result<(), CliError> {
+    for (name, expected) in files {
+        let path = folder.join(name);
+        let got = hex_sha256(&input::bytes(&path).map_err(|e| unusable(&path, e))?);
+        if got != *expected {
+            return Err(unusable(&path, format!("SHA-256: expected {expected}, got {got}")));
+        }
+    }
+    Ok(())
 }
 
 fn unusable(path: &Path, problem: impl std::fmt::Display) -> CliError {
@@ -101,8 +172,8 @@ fn unusable(path: &Path, problem: impl std::fmt::Display) -> CliError {
 }
 
 impl Set {
-    fn read(folder: &Path) -> Result<Self, CliError> {
-        let file = folder.join("golden.json");
+    fn read(folder: &Path, listed: &Listed) -> Result<Self, CliError> {
+        let file = folder.join(GOLDEN);
         let bytes = input::bytes(&file).map_err(|e| unusable(&file, e))?;
         let golden: Golden = serde_json::from_slice(&bytes).map_err(|e| unusable(&file, e))?;
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -112,8 +183,12 @@ impl Set {
         if golden.version != name {
             return Err(unusable(&file, format!("version: expected {name}, got {}", golden.version)));
         }
-        if golden.commit.is_empty() || golden.date.is_empty() {
-            return Err(unusable(&file, "commit, date: expected both, got an empty text"));
+        if golden.commit.is_empty() || (&golden.commit, &golden.date) != (&listed.commit, &listed.date) {
+            let problem = format!(
+                "commit, date: expected {:?} of {:?} ({INDEX}), got {:?} of {:?}",
+                listed.commit, listed.date, golden.commit, golden.date
+            );
+            return Err(unusable(&file, problem));
         }
         if golden.entries.is_empty() || golden.tokens.first().is_none_or(Vec::is_empty) {
             return Err(unusable(&file, "expected entries and tokens, got none"));
@@ -135,31 +210,31 @@ impl Set {
                     entry.bound
                 )));
             }
-            for (path, expected) in &entry.files {
-                let path = folder.join(path);
-                let got = hex_sha256(&input::bytes(&path).map_err(|e| unusable(&path, e))?);
-                if got != *expected {
-                    return Err(unusable(&path, format!("SHA-256: expected {expected}, got {got}")));
-                }
-            }
+            same_files(folder, &entry.files)?;
         }
         for r in &golden.recipes {
             if r.values.len() < 3 || r.values.len() != r.seeds.len() || r.values.iter().any(|x| !x.is_finite()) {
                 let problem = format!("{}: expected a finite value for each of 3 seeds or more", r.file.display());
                 return Err(unusable(&file, problem));
             }
+            if !listed.files.contains_key(r.file.to_str().unwrap_or_default()) {
+                let problem = format!("{}: expected its digest in {INDEX}, got none", r.file.display());
+                return Err(unusable(&file, problem));
+            }
         }
+        // Last, so that what is wrong with a set is named where it can be.
+        same_files(folder, &listed.files)?;
         Ok(Self { folder: folder.into(), golden })
     }
 
-    /// Reads, runs and makes again every entry, in the empty folder `scratch`, and trains the recipes.
+    /// Reads, runs and makes again every entry, in the empty folder `scratch`, and trains the recipes, on the hardware of `setup`.
     ///
     /// # Errors
     /// I/O; what stops an entry alone is a check that fails.
-    pub fn checks(&self, scratch: &Path, global: &Global) -> Result<Vec<Check>, CliError> {
+    pub fn checks(&self, scratch: &Path, setup: &Setup, global: &Global) -> Result<Vec<Check>, CliError> {
         let mut checks = Vec::new();
         for entry in &self.golden.entries {
-            checks.extend(self.check(entry, scratch, global));
+            checks.extend(self.check(entry, scratch, setup, global));
         }
         for recipe in &self.golden.recipes {
             checks.push(self.train(recipe, scratch, global)?);
@@ -167,7 +242,7 @@ impl Set {
         Ok(checks)
     }
 
-    fn check(&self, entry: &Entry, scratch: &Path, global: &Global) -> Vec<Check> {
+    fn check(&self, entry: &Entry, scratch: &Path, setup: &Setup, global: &Global) -> Vec<Check> {
         let path = self.folder.join(&entry.name);
         let row = format!("{} {}", self.golden.version, entry.name);
         let check = |metric: &str, tolerance: f64, got: Result<(f64, String), CliError>| {
@@ -177,13 +252,20 @@ impl Set {
             };
             at_most(&row, metric, tolerance, measured, note)
         };
-        let values = values_of(&path).map(|got| differing(&entry.values, &got));
-        let again =
-            self.make(entry, scratch, global).and_then(|p| values_of(&p)).map(|got| differing(&entry.values, &got));
+        let values = values_of(&path).map(|got| told(&differing(&entry.values, &got)));
+        let again = self.make(entry, scratch, global).and_then(|made| reproduced(entry, &path, &made));
+        let mut again = check("reproduction_mismatches", 0.0, again);
+        if entry.hardware.as_ref().is_some_and(|h| *h != setup.hardware) {
+            again.tolerance = Tolerance::ExactOnSameHardware;
+            // A command that fails, fails everywhere.
+            if again.verdict == Verdict::Regressed {
+                again.verdict = Verdict::NotComparable;
+            }
+        }
         vec![
             check("value_mismatches", 0.0, values),
             check("logits_difference", entry.bound, self.logits(entry, &path, global)),
-            check("reproduction_mismatches", 0.0, again),
+            again,
         ]
     }
 
@@ -205,12 +287,14 @@ impl Set {
 
     /// Makes the entry anew, from the same source with the same options.
     fn make(&self, entry: &Entry, scratch: &Path, global: &Global) -> Result<PathBuf, CliError> {
+        let beside = self.folder.parent().unwrap_or(Path::new(""));
         let source = match &entry.of {
             Some(name) => self.folder.join(name),
-            None => self.folder.parent().unwrap_or(Path::new("")).join(&self.golden.source),
+            None => beside.join(entry.source.as_ref().unwrap_or(&self.golden.source)),
         };
         let out = scratch.join(format!("{}-{}", self.golden.version, entry.name));
-        regress::model::run_dsq(&entry.command, &source, &out, entry.options.iter().map(Into::into).collect(), global)?;
+        let options = entry.options.iter().map(|o| regress::model::option(o, beside)).collect::<Result<_, _>>()?;
+        regress::model::run_dsq(&entry.command, &source, &out, options, global)?;
         Ok(out)
     }
 
@@ -267,10 +351,27 @@ fn values_of(path: &Path) -> Result<BTreeMap<String, String>, CliError> {
     Ok(out)
 }
 
-/// How many layers have other values than expected, and which is the first.
-fn differing(expected: &BTreeMap<String, String>, got: &BTreeMap<String, String>) -> (f64, String) {
-    let other: Vec<&str> =
-        expected.iter().filter(|(module, sha)| got.get(*module) != Some(sha)).map(|(m, _)| m.as_str()).collect();
-    let note = other.first().map(|m| format!("differs in {m}")).unwrap_or_default();
-    (other.len() as f64, note)
+/// The names whose digests differ, or that only one side has.
+fn differing(expected: &BTreeMap<String, String>, got: &BTreeMap<String, String>) -> BTreeSet<String> {
+    expected.keys().chain(got.keys()).filter(|name| expected.get(*name) != got.get(*name)).cloned().collect()
+}
+
+/// How many differ, and which is the first.
+fn told(differing: &BTreeSet<String>) -> (f64, String) {
+    let note = differing.first().map(|m| format!("differs in {m}")).unwrap_or_default();
+    (differing.len() as f64, note)
+}
+
+/// What `made` has otherwise than the committed checkpoint at `path`: the values of layers, and, read by this version on both sides, codes,
+/// scales, zero points, activation parameters and floats, each of which could differ where the values do not.
+fn reproduced(entry: &Entry, path: &Path, made: &Path) -> Result<(f64, String), CliError> {
+    let mut names = differing(&entry.values, &values_of(made)?);
+    let digests = |p: &Path| -> Result<Row, CliError> { add_digests(Row::new(&entry.name), &Checkpoint::open(p)?) };
+    let (expected, got) = (digests(path)?, digests(made)?);
+    let kinds: BTreeSet<&String> = expected.parts.keys().chain(got.parts.keys()).collect();
+    let none = BTreeMap::new();
+    for kind in kinds {
+        names.extend(differing(expected.parts.get(kind).unwrap_or(&none), got.parts.get(kind).unwrap_or(&none)));
+    }
+    Ok(told(&names))
 }
