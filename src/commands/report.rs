@@ -265,7 +265,7 @@ mod tests {
         for (version, difference) in [("0.1.0", 0.5), ("0.2.0", 0.4)] {
             history.rows.push(Row::new("m/w4").text("version", version).number("difference", difference));
         }
-        let page = page(vec![("history".into(), history)]);
+        let page = super::page(vec![("history".into(), history)]);
         assert!(page.contains("difference to the float model") && page.contains("1 = 0.1.0, 2 = 0.2.0"), "{page}");
         // One alone has no history and nothing to compare.
         assert_eq!(html(&reports[..1]).matches("<svg").count(), 2);

@@ -310,7 +310,7 @@ impl Set {
         let n = r.values.len() as f64;
         let mean = r.values.iter().sum::<f64>() / n;
         let s = (r.values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
-        let half = dsq_eval::student(r.values.len() - 1) * s * (1.0 + 1.0 / n).sqrt();
+        let half = dsq_eval::student(r.values.len() - 1, 0.05) * s * (1.0 + 1.0 / n).sqrt();
         let row = format!("{} {name}", self.golden.version);
         let note = format!("{} seeds of {} gave {mean:.4} +- {half:.4}", r.values.len(), self.golden.version);
         let mut check = at_most(&row, &r.metric, half, got.map(|x| (x - mean).abs()), note);

@@ -60,7 +60,7 @@ impl Setup {
 pub struct Seeds {
     /// The seeds that were measured.
     pub seeds: Vec<u64>,
-    /// Row -> metric -> standard deviation over the seeds.
+    /// Row -> metric -> standard deviation over the seeds, on the metric's own scale (see `Scale`).
     pub spread: BTreeMap<String, BTreeMap<String, f64>>,
 }
 
@@ -80,6 +80,7 @@ impl Seeds {
                 if !moves || values.len() != reports.len() {
                     continue;
                 }
+                let values: Vec<f64> = values.iter().map(|x| Scale::of(metric).to(*x)).collect();
                 let mean = values.iter().sum::<f64>() / values.len() as f64;
                 let squares: f64 = values.iter().map(|x| (x - mean).powi(2)).sum();
                 let deviation = (squares / (values.len() - 1) as f64).sqrt();
@@ -89,21 +90,91 @@ impl Seeds {
         Self { seeds, spread }
     }
 
-    /// By how much a metric of two runs of different seeds may differ from noise alone (95%): `t sqrt(2) s`, with Student's `t` of one
-    /// degree of freedom less than there are seeds. 0 where the metric has no spread.
-    pub(crate) fn noise(&self, row: &str, metric: &str) -> f64 {
+    /// How far below and above `value` a metric of a run may be expected beside another run of a different seed, from noise alone. Holds for all
+    /// metrics that have a spread at once, 95 times of 100: `t sqrt(2) s` on the metric's scale, with Student's `t` of one degree of
+    /// freedom less than there are seeds, at 5% divided by the number of metrics (Bonferroni). Nothing where the metric has no spread.
+    pub(crate) fn noise(&self, row: &str, metric: &str, value: f64) -> (f64, f64) {
         let s = self.spread.get(row).and_then(|m| m.get(metric)).copied().unwrap_or(0.0);
-        student(self.seeds.len().saturating_sub(1)) * 2f64.sqrt() * s
+        if s == 0.0 {
+            return (0.0, 0.0);
+        }
+        let metrics: usize = self.spread.values().map(BTreeMap::len).sum();
+        let two_sided = 0.05 / metrics.max(1) as f64;
+        let half = student(self.seeds.len().saturating_sub(1), two_sided) * 2f64.sqrt() * s;
+        let scale = Scale::of(metric);
+        let at = scale.to(value);
+        (value - scale.from(at - half), scale.from(at + half) - value)
     }
 }
 
-/// The 97.5% quantile of Student's t with `freedom` degrees of freedom (tables of any textbook; that of 20 beyond 20, which is wider).
-pub fn student(freedom: usize) -> f64 {
-    const T: [f64; 20] = [
-        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-        2.120, 2.110, 2.101, 2.093, 2.086,
-    ];
-    T[freedom.clamp(1, T.len()) - 1]
+/// The scale on which a metric moves by about as much up as down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scale {
+    /// Perplexity and divergences: a factor.
+    Log,
+    /// Shares: the odds.
+    Odds,
+    /// As it is.
+    Plain,
+}
+
+impl Scale {
+    fn of(metric: &str) -> Self {
+        match metric {
+            m if m == "perplexity" || m.starts_with("kl") => Scale::Log,
+            "top1" | "top5" | "top1_agreement" | "accuracy" | "greedy" => Scale::Odds,
+            _ => Scale::Plain,
+        }
+    }
+
+    fn to(self, x: f64) -> f64 {
+        match self {
+            Scale::Log => x.max(1e-12).ln(),
+            // A share of 1 is one that some thousand more would show to be less.
+            Scale::Odds => {
+                let x = x.clamp(1e-4, 1.0 - 1e-4);
+                (x / (1.0 - x)).ln()
+            }
+            Scale::Plain => x,
+        }
+    }
+
+    fn from(self, y: f64) -> f64 {
+        match self {
+            Scale::Log => y.exp(),
+            Scale::Odds => 1.0 / (1.0 + (-y).exp()),
+            Scale::Plain => y,
+        }
+    }
+}
+
+/// The value that Student's t with `freedom` degrees of freedom exceeds, either way, with probability `two_sided`. By bisection on the
+/// closed form for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
+pub fn student(freedom: usize, two_sided: f64) -> f64 {
+    let n = freedom.max(1);
+    let within = |t: f64| -> f64 {
+        let angle = (t / (n as f64).sqrt()).atan();
+        let (sin, cos) = angle.sin_cos();
+        let odd = n % 2 == 1;
+        // Terms of even powers of the cosine, or of odd ones.
+        let (mut term, mut sum, mut i) = if odd { (cos, 0.0, 1) } else { (1.0, 0.0, 0) };
+        while i + 2 <= n {
+            sum += term;
+            let next = (i + 1) as f64 / (i + 2) as f64;
+            term *= next * cos * cos;
+            i += 2;
+        }
+        if odd { 2.0 / std::f64::consts::PI * (angle + sin * sum) } else { sin * sum }
+    };
+    let (mut low, mut high) = (0.0, 1.0);
+    while 1.0 - within(high) > two_sided && high < 1e12 {
+        high *= 2.0;
+    }
+    for _ in 0..200 {
+        let middle = 0.5 * (low + high);
+        if 1.0 - within(middle) > two_sided { low = middle } else { high = middle }
+    }
+    high
 }
 
 /// A baseline file.
@@ -420,9 +491,44 @@ mod tests {
         let reports = [of(1, 10.0), of(2, 12.0), of(3, 14.0)];
         let seeds = Seeds::of_reports(&reports.iter().collect::<Vec<_>>(), &tolerances());
         assert_eq!(seeds.seeds, [1, 2, 3]);
-        assert_eq!(seeds.spread["qat"], [("perplexity".to_string(), 2.0), ("kl".to_string(), 0.0)].into());
-        assert!((seeds.noise("qat", "perplexity") - 4.303 * 2f64.sqrt() * 2.0).abs() < 1e-12);
-        assert_eq!(seeds.noise("float", "perplexity"), 0.0);
+        let logs = [10f64, 12.0, 14.0].map(f64::ln);
+        let mean = logs.iter().sum::<f64>() / 3.0;
+        let deviation = (logs.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 2.0).sqrt();
+        assert!((seeds.spread["qat"]["perplexity"] - deviation).abs() < 1e-12 && seeds.spread["qat"]["kl"] == 0.0);
+        // Two metrics: 2.5% for each, 6.2053 with two degrees of freedom.
+        let factor = (6.205_347 * 2f64.sqrt() * deviation).exp();
+        let (below, above) = seeds.noise("qat", "perplexity", 12.0);
+        assert!((above - 12.0 * (factor - 1.0)).abs() < 1e-4 && (below - 12.0 * (1.0 - 1.0 / factor)).abs() < 1e-4);
+        assert_eq!((seeds.noise("qat", "kl", 0.5), seeds.noise("float", "perplexity", 9.0)), ((0.0, 0.0), (0.0, 0.0)));
+    }
+
+    #[test]
+    fn students_t_is_that_of_the_tables() {
+        for (freedom, two_sided, want) in [
+            (1, 0.05, 12.7062),
+            (2, 0.05, 4.3027),
+            (3, 0.05, 3.1824),
+            (4, 0.05, 2.7764),
+            (7, 0.05, 2.3646),
+            (10, 0.01, 3.1693),
+            (7, 0.002, 4.7853),
+            (30, 0.001, 3.6460),
+        ] {
+            assert!(
+                (student(freedom, two_sided) - want).abs() < 1e-4,
+                "{freedom} {two_sided}: {}",
+                student(freedom, two_sided)
+            );
+        }
+    }
+
+    #[test]
+    fn shares_and_divergences_move_on_their_own_scales() {
+        for (metric, x) in [("kl", 3e-4), ("perplexity", 300.0), ("top1_agreement", 0.45), ("bits", -2.0)] {
+            let scale = Scale::of(metric);
+            assert!((scale.from(scale.to(x)) - x).abs() < 1e-9 * x.abs(), "{metric}");
+        }
+        assert!(Scale::Odds.to(1.0).is_finite() && Scale::Log.to(0.0).is_finite());
     }
 
     fn baseline() -> Baseline {

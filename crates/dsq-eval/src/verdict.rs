@@ -325,10 +325,10 @@ impl Sides<'_> {
             }
         });
         if let (Some(_), Some(seeds)) = (self.elsewhere, &self.baseline.seeds) {
-            let noise = seeds.noise(&self.old.name, metric);
-            if noise > 0.0 {
-                moved.low = moved.value - (moved.value - moved.low).hypot(noise);
-                moved.high = moved.value + (moved.high - moved.value).hypot(noise);
+            let (below, above) = seeds.noise(&self.old.name, metric, moved.from + moved.value);
+            if below > 0.0 || above > 0.0 {
+                moved.low = moved.value - (moved.value - moved.low).hypot(below);
+                moved.high = moved.value + (moved.high - moved.value).hypot(above);
                 moved.of = match moved.of.is_empty() {
                     true => "95% over seeds".into(),
                     false => format!("{} and over seeds", moved.of),
@@ -775,7 +775,7 @@ mod tests {
         let mut base = baseline();
         assert_eq!(verdicts(&report(2.0)), [("perplexity".into(), Verdict::Regressed)]);
         // Three seeds that are 0.1 apart at a perplexity of 9.1: t sqrt(2) 0.1 = 0.61.
-        let spread = [("exported".to_string(), [("perplexity".to_string(), 0.1)].into())].into();
+        let spread = [("exported".to_string(), [("perplexity".to_string(), 0.01)].into())].into();
         base.seeds = Some(crate::Seeds { seeds: vec![3, 4, 5], spread });
         let judge = |base: &Baseline, seed: u64| {
             let r = report(2.0).about("seed", seed);
