@@ -228,17 +228,18 @@ pub fn kernels(
     out.notes.push(format!("kernels: the first {layer} layers agree, the first {high} do not"));
     let modules = quantized(model, layer)?;
     let mut alone = Vec::new();
-    for module in &modules {
-        if pair.agrees(high, std::slice::from_ref(module))? {
-            alone.push(module.clone());
+    for group in together(model, &modules)? {
+        if pair.agrees(high, &group)? {
+            alone.push(group);
         }
     }
     let place = format!("model.layers.{layer}");
     let found = if !alone.is_empty() {
         let kernels = LlamaRuntime::load(model, good.threads)?.kernels();
-        let name = |m: &String| {
-            let kernel = kernels.iter().find(|(name, _)| name == m).map_or("unknown", |(_, k)| k.as_str());
-            Finding::new(Cause::Kernel, m.clone(), format!("{kernel}; both agree where this module is float"))
+        let name = |group: &Vec<String>| {
+            let kernel = kernels.iter().find(|(name, _)| *name == group[0]).map_or("unknown", |(_, k)| k.as_str());
+            let what = if group.len() == 1 { "this module is" } else { "these modules are" };
+            Finding::new(Cause::Kernel, group.join(", "), format!("{kernel}; both agree where {what} float"))
         };
         alone.iter().map(name).collect()
     } else if !modules.is_empty() && pair.agrees(high, &modules)? {
@@ -255,6 +256,26 @@ pub fn kernels(
     out.findings = found;
     out.runs = pair.runs;
     Ok(out)
+}
+
+/// The modules of a layer, those together that can be float only together: where inputs are quantized, what reads one tensor reads one form
+/// of it.
+fn together(model: &Checkpoint, modules: &[String]) -> Result<Vec<Vec<String>>, CliError> {
+    let mut groups: Vec<Vec<String>> = Vec::new();
+    for module in modules {
+        let reads = |names: &[&str]| names.iter().any(|n| module.ends_with(n));
+        let shared =
+            [&["q_proj", "k_proj", "v_proj"][..], &["gate_proj", "up_proj"]].into_iter().find(|names| reads(names));
+        let stem = |m: &str| m.rsplit_once('.').map(|(stem, _)| stem.to_owned());
+        let beside = groups.iter_mut().find(|g| {
+            stem(&g[0]) == stem(module) && shared.is_some_and(|names| names.iter().any(|n| g[0].ends_with(n)))
+        });
+        match beside {
+            Some(group) if model.input_grid(module)?.is_some() => group.push(module.clone()),
+            _ => groups.push(vec![module.clone()]),
+        }
+    }
+    Ok(groups)
 }
 
 #[cfg(test)]
