@@ -26,7 +26,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", requires = "bless")]
     reason: Option<String>,
     /// With --bless: also train with this many seeds (each recipe's own and those behind it), so that the baselines know how far seeds are
-    /// apart; other hardware gives other bits, as another seed does.
+    /// apart, for --seed.
     #[arg(long, value_name = "N", requires = "bless", value_parser = clap::value_parser!(u64).range(2..=32))]
     seeds: Option<u64>,
     /// Train with this seed in place of each recipe's own: codes are not compared, and verdicts allow for the noise between seeds, as far as

@@ -54,7 +54,7 @@ impl Setup {
     }
 }
 
-/// How far a metric moves from one training seed to another: the noise of a run that does not give the same bits.
+/// How far a metric moves from one training seed to another.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seeds {
