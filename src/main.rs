@@ -61,6 +61,7 @@ impl Global {
         if self.threads == Some(0) {
             return Err(CliError::usage("--threads: expected at least 1, got 0"));
         }
+        dsq_kernels::Isa::check_max().map_err(CliError::usage)?;
         if self.device != "cpu" {
             return Err(CliError::new(
                 5,

@@ -63,6 +63,8 @@ fn main() {
         ("f16", KvFormat::F16),
         ("int8", KvFormat::Codes(grid(QuantType::Int8))),
         ("fp8", KvFormat::Codes(grid(QuantType::Fp8E4M3))),
+        ("int8, dynamic", KvFormat::Dynamic(QuantArgs::kv_int8())),
+        ("fp8, dynamic", KvFormat::Dynamic(QuantArgs::kv_fp8())),
     ];
     let teams: Vec<Team> = threads.iter().map(|&t| Team::new(t).expect("threads")).collect();
     let row = shape.heads * shape.d;
@@ -96,6 +98,19 @@ fn main() {
                     bytes / time / 1e9,
                 );
             }
+        }
+    }
+    for (name, format) in formats {
+        let (mut layer, table) = shape.filled(format, PROMPT);
+        let (k, v) = (wave(PROMPT * shape.kv_heads * shape.d, 1), wave(PROMPT * shape.kv_heads * shape.d, 2));
+        let queries = [Queries { table: &table, past: 0, tokens: PROMPT }];
+        for team in &teams {
+            let mut best = f64::INFINITY;
+            for _ in 0..rounds {
+                team.enter(|| best = best.min(seconds(|| layer.put_rows(&queries, &k, &v))));
+            }
+            let ns = best * 1e9 / (k.len() + v.len()) as f64;
+            println!("{{\"put\": \"{name}\", \"threads\": {}, \"ns_per_value\": {ns:.2}}}", team.threads());
         }
     }
     for (name, format) in formats {

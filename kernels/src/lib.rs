@@ -24,7 +24,7 @@ mod team;
 pub mod train;
 
 pub use bandwidth::measure_read_bandwidth;
-pub use isa::Isa;
+pub use isa::{Isa, MAX_ISA, MAX_ISA_NAMES};
 pub use linear::{
     Activations, FloatLinear, FloatPacking, Fp4Linear, Fp8Linear, Int4Linear, Int8Linear, Linear, matmul_many,
     matmul_many_in, matmul_many_on_grid,

@@ -56,6 +56,10 @@ impl From<ActivationsArg> for Activations {
 pub enum KvArg {
     F32,
     F16,
+    /// Codes of eight bits, a scale for the key and one for the value of each position and head
+    Int8,
+    /// FP8 E4M3 with the same scales
+    Fp8,
 }
 
 impl From<KvArg> for KvType {
@@ -63,6 +67,8 @@ impl From<KvArg> for KvType {
         match k {
             KvArg::F32 => Self::F32,
             KvArg::F16 => Self::F16,
+            KvArg::Int8 => Self::Int8,
+            KvArg::Fp8 => Self::Fp8,
         }
     }
 }

@@ -76,7 +76,10 @@ fn features() -> Vec<String> {
     ];
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let list: [(&str, bool); 0] = [];
-    list.iter().filter(|(_, has)| *has).map(|(name, _)| (*name).to_string()).collect()
+    let mut found: Vec<String> = list.iter().filter(|(_, has)| *has).map(|(name, _)| (*name).to_string()).collect();
+    // What keeps kernels from some of them.
+    found.extend(std::env::var("DSQ_MAX_ISA").map(|max| format!("DSQ_MAX_ISA={max}")));
+    found
 }
 
 fn l1_cache() -> String {

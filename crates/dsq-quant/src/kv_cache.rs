@@ -21,8 +21,18 @@ impl QuantArgs {
     /// # Errors
     /// [`QuantError::Setting`] for another type than INT8 and FP8 E4M3.
     pub fn kv_cache(qtype: QuantType) -> Result<Self, QuantError> {
-        let args = Self { qtype, ..Self::int4(Granularity::PerTensor, FloatType::F32) };
+        let args = Self { qtype, ..Self::kv_int8() };
         args.check_kv_cache().map(|()| args)
+    }
+
+    /// [`QuantArgs::kv_cache`] of INT8.
+    pub fn kv_int8() -> Self {
+        Self { qtype: QuantType::Int8, ..Self::int4(Granularity::PerTensor, FloatType::F32) }
+    }
+
+    /// [`QuantArgs::kv_cache`] of FP8 E4M3.
+    pub fn kv_fp8() -> Self {
+        Self { qtype: QuantType::Fp8E4M3, ..Self::kv_int8() }
     }
 
     /// Whether this can be the scheme of a KV cache.

@@ -46,7 +46,17 @@ impl ColumnOrder {
 
     /// Rows `[.., k]` of inputs as the columns see them: value `j` of a row is that of input `inputs()[j]`.
     pub fn gather<T: Copy>(&self, rows: &[T]) -> Vec<T> {
-        rows.chunks_exact(self.0.len().max(1)).flat_map(|row| self.0.iter().map(|&i| row[i as usize])).collect()
+        let mut out = Vec::with_capacity(rows.len());
+        self.gather_into(rows, &mut out);
+        out
+    }
+
+    /// [`ColumnOrder::gather`] in the place of what `out` holds.
+    pub fn gather_into<T: Copy>(&self, rows: &[T], out: &mut Vec<T>) {
+        out.clear();
+        for row in rows.chunks_exact(self.0.len().max(1)) {
+            out.extend(self.0.iter().map(|&i| row[i as usize]));
+        }
     }
 
     /// Rows `[.., k]` of columns as inputs: undoes [`ColumnOrder::gather`].

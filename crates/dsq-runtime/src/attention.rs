@@ -57,6 +57,26 @@ struct Latent {
     kv_b_input: Option<InputGrid>,
 }
 
+/// What latent attention works in, kept for the next layer and step: it grows to what was ever needed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LatentRoom {
+    /// The latents of queries, and those with the rotated key of keys and values.
+    q: Vec<f32>,
+    kv: Vec<f32>,
+    /// Latents of keys and values alone.
+    latent: Vec<f32>,
+    normed: Vec<f32>,
+    /// Keys and values of all heads.
+    expanded: Vec<f32>,
+}
+
+impl LatentRoom {
+    pub(crate) fn bytes(&self) -> usize {
+        let Self { q, kv, latent, normed, expanded } = self;
+        [q, kv, latent, normed, expanded].iter().map(|b| b.capacity()).sum::<usize>() * size_of::<f32>()
+    }
+}
+
 /// Widths of the rows of queries, keys and values, and of attention's output.
 pub(crate) fn widths(c: &LlamaConfig) -> [usize; 4] {
     match &c.latent {
@@ -116,11 +136,11 @@ impl Attention {
         rope: &RopeTable,
         scratch: &mut Scratch,
     ) -> Result<(), RuntimeError> {
-        let Scratch { normed, q, k, v, mixed, delta, positions, clock, .. } = scratch;
+        let Scratch { normed, q, k, v, mixed, delta, positions, latent, clock, .. } = scratch;
         let rows = Rows { c, mode, rope, positions };
         match &self.kind {
             Kind::Grouped(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], mixed, clock),
-            Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], clock),
+            Kind::Latent(a) => a.heads(&rows, normed, [&mut q[..], &mut k[..], &mut v[..]], latent, clock),
         }
         let format = cache.format();
         let [_, k_width, v_width, _] = widths(c);
@@ -252,27 +272,29 @@ impl Latent {
     }
 
     /// Queries and keys whose last parts are rotated, and values, of all heads.
-    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], clock: &mut Clock) {
+    fn heads(&self, rows: &Rows, x: &mut [f32], [q, k, v]: [&mut [f32]; 3], room: &mut LatentRoom, clock: &mut Clock) {
         let Rows { c, mode, rope, positions } = *rows;
         let m = positions.len();
         let Shape { kv_rank, nope, value, interleaved, .. } = self.shape;
         let [first_q, first_kv] = &self.first;
-        let mut kv = vec![0.0f32; m * first_kv.n()];
+        let LatentRoom { q: q_latent, kv, latent, normed, expanded } = room;
+        kv.resize(m * first_kv.n(), 0.0);
         match &self.q_b {
-            None => product(mode, &self.input, &[first_q, first_kv], x, m, &mut [q, &mut kv]),
+            None => product(mode, &self.input, &[first_q, first_kv], x, m, &mut [q, kv]),
             Some((norm, b, input)) => {
-                let mut latent = vec![0.0f32; m * norm.len()];
-                product(mode, &self.input, &[first_q, first_kv], x, m, &mut [&mut latent, &mut kv]);
-                let mut normed = vec![0.0f32; latent.len()];
-                rms_norm(&latent, norm, LATENT_NORM_EPS, &mut normed);
-                product(mode, input, &[b], &normed, m, &mut [q]);
+                q_latent.resize(m * norm.len(), 0.0);
+                product(mode, &self.input, &[first_q, first_kv], x, m, &mut [&mut *q_latent, &mut *kv]);
+                normed.resize(q_latent.len(), 0.0);
+                rms_norm(q_latent, norm, LATENT_NORM_EPS, normed);
+                product(mode, input, &[b], normed, m, &mut [q]);
             }
         }
-        let latent: Vec<f32> = kv.chunks_exact(first_kv.n()).flat_map(|row| &row[..kv_rank]).copied().collect();
-        let mut normed = vec![0.0f32; latent.len()];
-        rms_norm(&latent, &self.kv_norm, LATENT_NORM_EPS, &mut normed);
-        let mut expanded = vec![0.0f32; m * self.kv_b.n()];
-        product(mode, &self.kv_b_input, &[&self.kv_b], &normed, m, &mut [&mut expanded]);
+        latent.clear();
+        latent.extend(kv.chunks_exact(first_kv.n()).flat_map(|row| &row[..kv_rank]));
+        normed.resize(latent.len(), 0.0);
+        rms_norm(latent, &self.kv_norm, LATENT_NORM_EPS, normed);
+        expanded.resize(m * self.kv_b.n(), 0.0);
+        product(mode, &self.kv_b_input, &[&self.kv_b], normed, m, &mut [&mut *expanded]);
         clock.lap(Op::Qkv);
         let (qk, heads) = (self.shape.qk(), c.num_attention_heads);
         for (t, row) in kv.chunks_exact_mut(first_kv.n()).enumerate() {

@@ -2,12 +2,15 @@
 //! blocks by number and may share full ones. Not the kernels that read them (see `dsq_kernels::attention`), not which sequence
 //! gets blocks when (see `engine.rs`).
 
+use crate::attention::LatentRoom;
+use crate::feed_forward::Chosen;
 use crate::llama::PREFILL;
 use crate::profile::{Clock, Op};
 use crate::prune::{PERIOD, Slots};
 use crate::rope::RopeTable;
 use crate::{KvPolicy, LlamaRuntime, RuntimeError};
 use dsq_kernels::attention::{BLOCK, KvFormat, PagedLayer};
+use dsq_quant::QuantArgs;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -19,6 +22,10 @@ pub enum KvType {
     F32,
     /// Rounded to f16, as llama.cpp holds them: half the memory and half the reading.
     F16,
+    /// INT8 codes, each position and head with a scale of its own for its key and one for its value.
+    Int8,
+    /// FP8 E4M3 codes with the same scales.
+    Fp8,
 }
 
 impl KvType {
@@ -26,6 +33,8 @@ impl KvType {
         match self {
             Self::F32 => KvFormat::F32,
             Self::F16 => KvFormat::F16,
+            Self::Int8 => KvFormat::Dynamic(QuantArgs::kv_int8()),
+            Self::Fp8 => KvFormat::Dynamic(QuantArgs::kv_fp8()),
         }
     }
 }
@@ -133,12 +142,14 @@ impl KvPool {
         self.scratch.clock.times().collect()
     }
 
-    /// How keys and values are held: `f32`, `f16`, or the type of their codes (`int8`, `fp8`...), of the first layer.
+    /// How keys and values are held: `f32`, `f16`, the type of their codes on the checkpoint's grids (`int8`, `fp8_e4m3`), or that of codes
+    /// with scales of their own (`int8, dynamic`), of the first layer.
     pub fn format_name(&self) -> String {
         match self.layers.first().map(PagedLayer::format) {
             None | Some(KvFormat::F32) => "f32".into(),
             Some(KvFormat::F16) => "f16".into(),
             Some(KvFormat::Codes(grid)) => grid.args.qtype.name().to_ascii_lowercase(),
+            Some(KvFormat::Dynamic(args)) => format!("{}, dynamic", args.qtype.name().to_ascii_lowercase()),
         }
     }
 
@@ -417,6 +428,8 @@ pub(crate) struct Scratch {
     pub delta: Vec<f32>,
     /// The position of each row.
     pub positions: Vec<usize>,
+    pub latent: LatentRoom,
+    pub chosen: Chosen,
     pub clock: Clock,
 }
 
@@ -430,8 +443,9 @@ impl Scratch {
     }
 
     fn bytes(&self) -> usize {
-        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, positions, clock: _ } = self;
+        let Self { hidden, normed, q, k, v, mixed, gate, up, ffn, delta, positions, latent, chosen, clock: _ } = self;
         let floats = [hidden, normed, q, k, v, mixed, gate, up, ffn, delta].iter().map(|b| b.capacity()).sum::<usize>();
-        floats * size_of::<f32>() + positions.capacity() * size_of::<usize>()
+        let rest = positions.capacity() * size_of::<usize>() + latent.bytes() + chosen.bytes();
+        floats * size_of::<f32>() + rest
     }
 }

@@ -46,7 +46,28 @@ pub(crate) struct Room<'a> {
     pub gate: &'a mut [f32],
     pub up: &'a mut [f32],
     pub ffn: &'a mut [f32],
+    pub chosen: &'a mut Chosen,
     pub clock: &'a mut Clock,
+}
+
+/// What experts work in, kept for the next layer and step: it grows to what was ever needed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Chosen {
+    /// The router's `[m, experts]`.
+    logits: Vec<f32>,
+    /// Of each expert the tokens that run it, with their weights.
+    tokens: Vec<Vec<(usize, f32)>>,
+    /// An expert's inputs and outputs, `[its tokens, d]`.
+    rows: Vec<f32>,
+    outs: Vec<f32>,
+}
+
+impl Chosen {
+    pub(crate) fn bytes(&self) -> usize {
+        let tokens: usize = self.tokens.iter().map(Vec::capacity).sum();
+        let floats = self.logits.capacity() + self.rows.capacity() + self.outs.capacity();
+        floats * size_of::<f32>() + tokens * size_of::<(usize, f32)>() + self.tokens.capacity() * size_of::<Vec<()>>()
+    }
 }
 
 impl Block {
@@ -176,17 +197,23 @@ impl FeedForward {
 impl Experts {
     fn run(&self, mode: Activations, x: &mut [f32], m: usize, room: &mut Room, out: &mut [f32]) {
         let (d, count) = (self.router.k(), self.experts.len());
-        let mut logits = vec![0.0f32; m * count];
+        let Chosen { mut logits, mut tokens, mut rows, mut outs } = std::mem::take(room.chosen);
+        logits.resize(m * count, 0.0);
         self.router.matmul(x, m, &mut logits);
-        let mut tokens = vec![Vec::new(); count];
+        tokens.resize(count, Vec::new());
+        for tokens in &mut tokens {
+            tokens.clear();
+            // Each may be the choice of all: a later step of as many tokens then asks for no more memory.
+            tokens.reserve(m);
+        }
         for (t, logits) in logits.chunks_exact(count).enumerate() {
             for (e, weight) in self.routing.choose(logits, self.bias.as_deref()) {
                 tokens[e].push((t, weight));
             }
         }
         out.fill(0.0);
-        let most = tokens.iter().map(Vec::len).max().unwrap_or(0);
-        let (mut rows, mut outs) = (vec![0.0f32; most * d], vec![0.0f32; most * d]);
+        rows.resize(m * d, 0.0);
+        outs.resize(m * d, 0.0);
         for (block, tokens) in self.experts.iter().zip(&tokens).filter(|(_, tokens)| !tokens.is_empty()) {
             let len = tokens.len() * d;
             let (rows, outs) = (&mut rows[..len], &mut outs[..len]);
@@ -200,10 +227,10 @@ impl Experts {
             }
         }
         if let Some(shared) = &self.shared {
-            let mut outs = vec![0.0f32; m * d];
             shared.run(mode, x, m, room, &mut outs);
             add(out, &outs);
         }
+        *room.chosen = Chosen { logits, tokens, rows, outs };
         room.clock.lap(Op::Route);
     }
 }

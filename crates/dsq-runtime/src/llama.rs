@@ -305,7 +305,7 @@ impl LlamaRuntime {
         for (layer, cache) in self.layers.iter().map(|l| &l.attention).zip(&pool.layers) {
             let grid = match cache.format() {
                 KvFormat::Codes(grid) => Some(grid),
-                KvFormat::F32 | KvFormat::F16 => None,
+                KvFormat::F32 | KvFormat::F16 | KvFormat::Dynamic(_) => None,
             };
             if layer.kv != grid || layer.window.is_some_and(|w| cache.window().is_none_or(|got| got > w)) {
                 let (want, got) = ((layer.kv, layer.window), (grid, cache.window()));
@@ -517,10 +517,11 @@ impl Layer {
         rms_norm(&scratch.hidden, &self.input_norm, c.rms_norm_eps, &mut scratch.normed);
         scratch.clock.lap(Op::Norm);
         self.attention.run(c, i, mode, batch, kv, rope, scratch)?;
-        let Scratch { hidden, normed, gate, up, ffn, delta, clock, .. } = scratch;
+        let Scratch { hidden, normed, gate, up, ffn, delta, chosen, clock, .. } = scratch;
         add_rms_norm(hidden, delta, &self.post_norm, c.rms_norm_eps, normed);
         clock.lap(Op::Norm);
-        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, &mut Room { gate, up, ffn, clock }, delta);
+        let room = &mut Room { gate, up, ffn, chosen, clock };
+        self.feed_forward.run(mode, normed, hidden.len() / c.hidden_size, room, delta);
         add(hidden, delta);
         clock.lap(Op::Add);
         Ok(())

@@ -295,7 +295,7 @@ fn a_request_whose_numbers_break_ends_alone() {
             (mine().filter_map(|o| o.token).collect::<Vec<_>>(), code)
         })
     };
-    for kv in [KvType::F32, KvType::F16] {
+    for kv in [KvType::F32, KvType::F16, KvType::Int8, KvType::Fp8] {
         let prompts = |bad: u32| [vec![1, 2, 3], vec![4, bad, 5], vec![6; 20]];
         let want = run(&sound, kv, prompts(9));
         let seen: Vec<u32> = want.iter().flat_map(|(tokens, _)| tokens.clone()).chain(1..10).collect();

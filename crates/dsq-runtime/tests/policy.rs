@@ -212,7 +212,7 @@ fn a_pruned_sequence_depends_on_its_text_alone() {
         let vocab = model.config().vocab_size;
         let tokens = text(250, vocab);
         for policy in [entropy(40, 4, 16), entropy(16, 0, 1), entropy(70, 20, 50)] {
-            for kv in [KvType::F32, KvType::F16] {
+            for kv in [KvType::F32, KvType::F16, KvType::Int8, KvType::Fp8] {
                 let once = bits(&in_pieces(&model, &tokens, policy, kv, &[250]));
                 for pieces in [&[1][..], &[64], &[7, 30, 1], &[129, 3]] {
                     let got = bits(&in_pieces(&threads, &tokens, policy, kv, pieces));

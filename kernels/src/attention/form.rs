@@ -3,13 +3,13 @@
 
 use super::paged::KvFormat;
 use crate::simd::Simd;
-use dsq_quant::QuantType;
+use dsq_quant::{KvGrid, QuantType};
 
 /// A form in which the cache holds a value.
 pub(super) trait Form {
     /// Bytes of a value.
     const BYTES: usize;
-    /// Sixteen values at `p`; `scale` is that of the codes.
+    /// Sixteen values at `p`; `scale` has those of the codes.
     ///
     /// Safety: `16 * BYTES` readable bytes; the path's features.
     unsafe fn load<S: Simd>(p: *const u8, scale: S::V) -> S::V;
@@ -72,18 +72,25 @@ impl Kind {
         match format {
             KvFormat::F32 => Self::F32,
             KvFormat::F16 => Self::F16,
-            KvFormat::Codes(grid) if grid.args.qtype == QuantType::Fp8E4M3 => Self::E4m3,
-            KvFormat::Codes(_) => Self::Int8,
+            KvFormat::Codes(KvGrid { args, .. }) | KvFormat::Dynamic(args) if args.qtype == QuantType::Fp8E4M3 => {
+                Self::E4m3
+            }
+            KvFormat::Codes(_) | KvFormat::Dynamic(_) => Self::Int8,
         }
     }
 
-    /// What [`Form::load`] wants as scales of keys and values; of floats it uses none.
-    pub(super) fn scales(self, format: &KvFormat) -> [f32; 2] {
+    /// What [`Form::load`] wants in the place of a scale of 1; of floats it uses none.
+    pub(super) fn unit(self) -> f32 {
         // (256 times a scale is exact and finite: 448 times it is finite.)
-        let by = if self == Self::E4m3 { 256.0 } else { 1.0 };
+        if self == Self::E4m3 { 256.0 } else { 1.0 }
+    }
+
+    /// What [`Form::load`] wants as scales of keys and values, where all have the same.
+    pub(super) fn scales(self, format: &KvFormat) -> Option<[f32; 2]> {
         match format {
-            KvFormat::F32 | KvFormat::F16 => [1.0; 2],
-            KvFormat::Codes(grid) => [by * grid.k.scale, by * grid.v.scale],
+            KvFormat::F32 | KvFormat::F16 => Some([1.0; 2]),
+            KvFormat::Codes(grid) => Some([self.unit() * grid.k.scale, self.unit() * grid.v.scale]),
+            KvFormat::Dynamic(_) => None,
         }
     }
 }

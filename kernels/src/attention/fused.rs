@@ -4,8 +4,9 @@
 //! - Shapes: queries `[rows, heads, d]`, output `[rows, heads, value]`; the rows of a sequence follow one another, sequences in order.
 //!   Head `h` reads the key/value head `h / (heads / kv_heads)`. The query at position `p` sees positions `0..=p`; with a window `w`
 //!   the last `w` of them and the first `sinks`.
-//! - Layout: see `paged.rs`. A code becomes `code value * scale`, one f32 product in registers, f16 is widened, and from there on
-//!   all is as for f32: a cache of codes or of f16 gives the bits of an f32 cache that holds the same values.
+//! - Layout: see `paged.rs`. A code becomes `code value * scale` (the layer's, or that of its position and head), one f32 product in
+//!   registers, f16 is widened, and from there on all is as for f32: a cache of codes or of f16 gives the bits of an f32 cache that
+//!   holds the same values.
 //! - Requires: nothing; paths as in `linear`.
 //! - Order: positions are cut into runs at multiples of `RUN`. In a run: score = sum over d in increasing order, fused, then times the
 //!   layer's scale; the maximum over the visible positions is taken away; `exp` as in `elementwise`; the weights are summed in 16
@@ -22,7 +23,7 @@
 
 use super::RUN;
 use super::form::Kind;
-use super::kernel::{DIRECT, GROUP, Group, Rows, SCORES, divide, merge, mix, score, soften, widen};
+use super::kernel::{DIRECT, GROUP, Group, Rows, SCORES, divide, merge, mix, score, soften, widen_keys, widen_values};
 use super::paged::{BLOCK, KvFormat, PagedLayer};
 use super::sight::Seen;
 use crate::Isa;
@@ -98,6 +99,8 @@ struct Job<'a> {
     isa: Isa,
     layer: &'a PagedLayer,
     kind: Kind,
+    /// Scales of keys and of values, sixteen times each, where all positions have the same.
+    scales: Option<[[f32; BLOCK]; 2]>,
     sequences: &'a [Queries<'a>],
     heads: usize,
     /// Heads of a kv head.
@@ -125,10 +128,12 @@ pub(super) fn attend_on(
     let (group, state) = (heads / layer.kv_heads, layer.padded() + LANES);
     let mut plan = PLAN.take();
     plan.make(layer, sequences, group, state);
+    let kind = Kind::of(&layer.format);
     let job = Job {
         isa,
         layer,
-        kind: Kind::of(&layer.format),
+        kind,
+        scales: kind.scales(&layer.format).map(|both| both.map(|scale| [scale; BLOCK])),
         sequences,
         heads,
         group,
@@ -319,6 +324,21 @@ impl Job<'_> {
     fn values(&self, unit: &Unit, block: usize) -> *const u8 {
         self.keys(unit, block).wrapping_add(self.layer.key_bytes())
     }
+
+    /// Scales of the positions of the block whose keys are at `keys`: of its keys, or of its values.
+    fn scales(&self, keys: *const u8, of: Scales) -> *const f32 {
+        match &self.scales {
+            Some(both) => both[of as usize].as_ptr(),
+            None => keys.wrapping_add(self.layer.scales_at()).cast::<f32>().wrapping_add(of as usize * BLOCK),
+        }
+    }
+}
+
+/// Whose scales.
+#[derive(Clone, Copy)]
+enum Scales {
+    Keys,
+    Values,
 }
 
 /// A unit at work.
@@ -397,14 +417,14 @@ impl Tile<'_> {
             } else {
                 group_of(segment.start, segment.end, |b| job.values(unit, b))
             };
-            let [key_scale, _] = job.kind.scales(&layer.format);
-            let mut keys = Group { at, next, scale: key_scale };
+            let scales = at.map(|keys| job.scales(keys, Scales::Keys));
+            let mut keys = Group { at, next, scales };
             let mut kind = job.kind;
             // SAFETY: blocks of the plan; scores have room for a group behind the run.
             unsafe {
                 if kind != Kind::F32 && self.rows.count > DIRECT {
                     for b in 0..n {
-                        widen(job.isa, kind, at[b], size, key_scale, self.room.wide.add(b * size));
+                        widen_keys(job.isa, kind, at[b], layer.d, scales[b], self.room.wide.add(b * size));
                     }
                     kind = Kind::F32;
                     keys.at = group_of(0, n, |b| self.room.wide.wrapping_add(b * size).cast_const().cast());
@@ -446,13 +466,13 @@ impl Tile<'_> {
         rows: Range<usize>,
         states: *mut f32,
     ) {
-        let (job, unit, layer, padded) = (self.job, self.unit, self.job.layer, self.job.layer.padded());
+        let (job, unit, padded) = (self.job, self.unit, self.job.layer.padded());
         let (block, end) = (positions.start / BLOCK, (positions.end - 1) / BLOCK + 1);
         let at = group_of(block, end, |b| job.values(unit, b));
         let next =
             if end < segment.end { group_of(end, segment.end, |b| job.values(unit, b)) } else { self.keys_after(run) };
-        let [_, scale] = job.kind.scales(&layer.format);
-        let mut values = Group { at, next, scale };
+        let scales = group_of(block, end, |b| job.keys(unit, b)).map(|keys| job.scales(keys, Scales::Values));
+        let mut values = Group { at, next, scales };
         let mut kind = job.kind;
         let within = positions.start - block * BLOCK..positions.end - block * BLOCK;
         // SAFETY: blocks of the plan; scores and states of the rows are set.
@@ -460,7 +480,7 @@ impl Tile<'_> {
             if kind != Kind::F32 && rows.len() > DIRECT && within.len() >= BLOCK {
                 let size = padded * BLOCK;
                 for b in 0..end - block {
-                    widen(job.isa, kind, at[b], size, scale, self.room.wide.add(b * size));
+                    widen_values(job.isa, kind, at[b], padded, scales[b], self.room.wide.add(b * size));
                 }
                 kind = Kind::F32;
                 values.at = group_of(0, end - block, |b| self.room.wide.wrapping_add(b * size).cast_const().cast());

@@ -35,8 +35,8 @@ pub(super) struct Group {
     pub at: [*const u8; GROUP],
     /// What will be read next, for the cache.
     pub next: [*const u8; GROUP],
-    /// Scale of codes.
-    pub scale: f32,
+    /// The scales of each block's positions, sixteen; of floats they are not used.
+    pub scales: [*const f32; GROUP],
 }
 
 /// The rows of a tile, `[query][head of the kv head]`, in a tensor `[query][head]` that begins at the tile's first row.
@@ -134,36 +134,38 @@ unsafe fn score_group<S: Simd, F: Form>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let scales = [S::splat(keys.scale), S::splat(scale)];
         by_rows!(S, F, 0..rows, |first, R| {
             let q: [*const f32; R] = std::array::from_fn(|r| q.add((first + r) * d));
             let (scores, ahead) = (scores.add(first * SCORES), first == 0 && rows <= AHEAD);
             if S::VECTORS >= 32 && blocks > 2 {
-                score_blocks::<S, F, R, GROUP>(&q, &keys.at, &keys.next, ahead, scales, d, scores);
+                score_blocks::<S, F, R, GROUP>(&q, &keys.at, &keys.next, &keys.scales, ahead, scale, d, scores);
             } else {
                 // As many blocks at once as the registers take.
                 for b in (0..blocks).step_by(2) {
-                    let (at, next, scores) = (&keys.at[b..], &keys.next[b..], scores.add(b * LANES));
-                    score_blocks::<S, F, R, 2>(&q, &[at[0], at[1]], &[next[0], next[1]], ahead, scales, d, scores);
+                    let pair = |x: &[*const u8; GROUP]| [x[b], x[b + 1]];
+                    let (at, next, scales) = (pair(&keys.at), pair(&keys.next), [keys.scales[b], keys.scales[b + 1]]);
+                    score_blocks::<S, F, R, 2>(&q, &at, &next, &scales, ahead, scale, d, scores.add(b * LANES));
                 }
             }
         });
     }
 }
 
-/// Scores of R rows against B blocks of 16 keys; `scales`: of the stored keys, and what scores are multiplied by.
+/// Scores of R rows against B blocks of 16 keys of these `scales`, times `scale`.
 #[inline(always)]
 unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
     q: &[*const f32; R],
     keys: &[*const u8; B],
     next: &[*const u8; B],
+    scales: &[*const f32; B],
     ahead: bool,
-    scales: [S::V; 2],
+    scale: f32,
     d: usize,
     scores: *mut f32,
 ) {
     // SAFETY: the caller's.
     unsafe {
+        let scales: [S::V; B] = std::array::from_fn(|b| S::load(scales[b]));
         let mut dot = [[S::splat(0.0); B]; R];
         // In steps of four, which read `F::BYTES` cache lines of each block. (No closure: one that is not inlined has not the path's features.)
         let mut i = 0;
@@ -175,7 +177,7 @@ unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
             }
             let end = if i + 4 <= d { i + 4 } else { d };
             while i < end {
-                let k: [S::V; B] = std::array::from_fn(|b| F::load::<S>(keys[b].add(i * LANES * F::BYTES), scales[0]));
+                let k: [S::V; B] = std::array::from_fn(|b| F::load::<S>(keys[b].add(i * LANES * F::BYTES), scales[b]));
                 for r in 0..R {
                     let qv = S::splat(*q[r].add(i));
                     for b in 0..B {
@@ -185,9 +187,10 @@ unsafe fn score_blocks<S: Simd, F: Form, const R: usize, const B: usize>(
                 i += 1;
             }
         }
+        let scale = S::splat(scale);
         for r in 0..R {
             for b in 0..B {
-                S::store(scores.add(r * SCORES + b * LANES), S::mul(dot[r][b], scales[1]));
+                S::store(scores.add(r * SCORES + b * LANES), S::mul(dot[r][b], scale));
             }
         }
     }
@@ -355,13 +358,12 @@ unsafe fn mix_rows<S: Simd, F: Form, const R: usize, const W: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let scale = S::splat(values.scale);
         let mut acc: [[S::V; W]; R] =
             std::array::from_fn(|r| std::array::from_fn(|w| S::load(states.add(r * state + at + w * LANES))));
         let mut t = within.start;
         while t < within.end {
             let end = within.end.min((t / BLOCK + 1) * BLOCK);
-            let (block, next) = (values.at[t / BLOCK], values.next[t / BLOCK]);
+            let (block, next, scales) = (values.at[t / BLOCK], values.next[t / BLOCK], values.scales[t / BLOCK]);
             while t < end {
                 let row = (t % BLOCK * padded + at) * F::BYTES;
                 if ahead && (t % BLOCK < 2 || all_ahead::<F>()) {
@@ -371,6 +373,7 @@ unsafe fn mix_rows<S: Simd, F: Form, const R: usize, const W: usize>(
                         }
                     }
                 }
+                let scale = S::splat(*scales.add(t % BLOCK));
                 let v: [S::V; W] = std::array::from_fn(|w| F::load::<S>(block.add(row + w * LANES * F::BYTES), scale));
                 for r in 0..R {
                     let p = S::splat(*weights.add(r * SCORES + t - within.start));
@@ -389,21 +392,49 @@ unsafe fn mix_rows<S: Simd, F: Form, const R: usize, const W: usize>(
     }
 }
 
-/// `n` (a multiple of 16) stored values as f32.
+/// The keys `[d][16]` of a block as f32; `scales` are those of its positions.
 ///
 /// Safety: as [`score`].
-pub(super) unsafe fn widen(isa: Isa, kind: Kind, from: *const u8, n: usize, scale: f32, to: *mut f32) {
+pub(super) unsafe fn widen_keys(isa: Isa, kind: Kind, from: *const u8, d: usize, scales: *const f32, to: *mut f32) {
     // SAFETY: the caller's.
-    unsafe { on_form!(isa, kind, widen_on(from: *const u8, n: usize, scale: f32, to: *mut f32)) }
+    unsafe { on_form!(isa, kind, widen_keys_on(from: *const u8, d: usize, scales: *const f32, to: *mut f32)) }
 }
 
 #[inline(always)]
-unsafe fn widen_on<S: Simd, F: Form>(from: *const u8, n: usize, scale: f32, to: *mut f32) {
+unsafe fn widen_keys_on<S: Simd, F: Form>(from: *const u8, d: usize, scales: *const f32, to: *mut f32) {
     // SAFETY: the caller's.
     unsafe {
-        let scale = S::splat(scale);
-        for i in (0..n).step_by(LANES) {
-            S::store(to.add(i), F::load::<S>(from.add(i * F::BYTES), scale));
+        let scales = S::load(scales);
+        for i in (0..d * BLOCK).step_by(LANES) {
+            S::store(to.add(i), F::load::<S>(from.add(i * F::BYTES), scales));
+        }
+    }
+}
+
+/// The values `[16][padded]` of a block as f32; `scales` are those of its positions.
+///
+/// Safety: as [`score`].
+pub(super) unsafe fn widen_values(
+    isa: Isa,
+    kind: Kind,
+    from: *const u8,
+    padded: usize,
+    scales: *const f32,
+    to: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { on_form!(isa, kind, widen_values_on(from: *const u8, padded: usize, scales: *const f32, to: *mut f32)) }
+}
+
+#[inline(always)]
+unsafe fn widen_values_on<S: Simd, F: Form>(from: *const u8, padded: usize, scales: *const f32, to: *mut f32) {
+    for t in 0..BLOCK {
+        // SAFETY: the caller's.
+        unsafe {
+            let scale = S::splat(*scales.add(t));
+            for i in (t * padded..(t + 1) * padded).step_by(LANES) {
+                S::store(to.add(i), F::load::<S>(from.add(i * F::BYTES), scale));
+            }
         }
     }
 }

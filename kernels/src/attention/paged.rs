@@ -4,15 +4,17 @@
 //! - Layout: `[block][kv head]`, and of each: keys `[d][16]`, so that 16 scores are one vector and need no horizontal sum, up to a
 //!   whole cache line; then values `[16][width padded to 16]`, whose width may be another than `d`. A block is one piece of memory.
 //! - A value is stored as f32, as f16 rounded to nearest even, or as the one-byte code that
-//!   [`QuantArgs::quantize`](dsq_quant::QuantArgs::quantize) gives: an i8, or the byte of an E4M3 number.
+//!   [`QuantArgs::quantize`] gives: an i8, or the byte of an E4M3 number.
+//! - Where positions have scales of their own, those of a head's 16 keys and 16 values follow as f32: two cache lines.
 //! - Padding, and positions that no query sees, may hold anything: they reach no result.
 
+use super::form::Kind;
 use super::fused::Queries;
 use super::sight::Sight;
 use crate::memory::Lines;
 use crate::parallel::split;
-use crate::simd::LANES;
-use dsq_quant::KvGrid;
+use crate::simd::{LANES, vectorized};
+use dsq_quant::{KvGrid, QParams, QuantArgs, QuantType};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
@@ -28,15 +30,18 @@ pub enum KvFormat {
     F16,
     /// One byte on these grids of keys and values.
     Codes(KvGrid),
+    /// One byte of this type, each position and head with a grid for its key and one for its value, of their own largest magnitudes
+    /// ([`KvGrid::from_absmax`]): [`QuantArgs::kv_int8`] or [`QuantArgs::kv_fp8`].
+    Dynamic(QuantArgs),
 }
 
 impl KvFormat {
-    /// Bytes of a value.
+    /// Bytes of a value, without scales.
     pub fn bytes(&self) -> usize {
         match self {
             Self::F32 => 4,
             Self::F16 => 2,
-            Self::Codes(_) => 1,
+            Self::Codes(_) | Self::Dynamic(_) => 1,
         }
     }
 
@@ -46,7 +51,7 @@ impl KvFormat {
         let limit = match self {
             Self::F32 => return None,
             Self::F16 => 65520.0,
-            Self::Codes(_) => f32::INFINITY,
+            Self::Codes(_) | Self::Dynamic(_) => f32::INFINITY,
         };
         // Written so that NaN is found.
         values.iter().find(|x| !matches!(x.abs().partial_cmp(&limit), Some(std::cmp::Ordering::Less))).copied()
@@ -65,6 +70,8 @@ pub struct PagedLayer {
     pub(super) scale: f32,
     pub(super) sight: Sight,
     pub(super) format: KvFormat,
+    /// What a stored scale of a position is multiplied by, as kernels want it.
+    unit: f32,
     blocks: usize,
     pub(super) store: Lines,
 }
@@ -73,7 +80,8 @@ impl PagedLayer {
     /// Room for `blocks` of [`BLOCK`] positions, for key heads and value heads of the widths `[d, value]`; scores are times `scale`.
     pub fn new(blocks: usize, kv_heads: usize, [d, value]: [usize; 2], scale: f32, format: KvFormat) -> Self {
         let sight = Sight { window: usize::MAX, sinks: 0 };
-        let mut layer = Self { kv_heads, d, value, scale, sight, format, blocks, store: Lines::zeroed(0) };
+        let (unit, store) = (Kind::of(&format).unit(), Lines::zeroed(0));
+        let mut layer = Self { kv_heads, d, value, scale, sight, format, unit, blocks, store };
         layer.store = Lines::zeroed(blocks * layer.block_bytes());
         layer
     }
@@ -136,8 +144,14 @@ impl PagedLayer {
         self.value.next_multiple_of(LANES)
     }
 
-    pub(super) fn head_bytes(&self) -> usize {
+    /// Where the scales of a block and head begin: those of its keys, then those of its values.
+    pub(super) fn scales_at(&self) -> usize {
         self.key_bytes() + BLOCK * self.padded() * self.format.bytes()
+    }
+
+    pub(super) fn head_bytes(&self) -> usize {
+        let scales = if matches!(self.format, KvFormat::Dynamic(_)) { 2 * BLOCK * size_of::<f32>() } else { 0 };
+        self.scales_at() + scales
     }
 
     /// Writes the key and value rows (`[kv_heads, d]` and `[kv_heads, value]`) of a position of the sequence whose blocks are `table`.
@@ -185,44 +199,52 @@ impl PagedLayer {
                 for i in 0..len {
                     let (key, value) = (&keys[(row + i) * k..][..k], &values[(row + i) * v..][..v]);
                     match self.format {
-                        KvFormat::F32 => self.write(to, lane + i, key, value, [copy; 2]),
-                        KvFormat::F16 => self.write(to, lane + i, key, value, [half; 2]),
-                        KvFormat::Codes(KvGrid { args, k, v }) => {
-                            let codes = [k, v].map(|p| {
-                                move |x: &[f32], to: &mut [[u8; 1]]| {
-                                    to.iter_mut().zip(x).for_each(|(to, &x)| *to = [args.quantize(x, p) as u8]);
-                                }
+                        KvFormat::F32 => self.write(to, lane + i, key, value, |_, _| ([copy; 2], None)),
+                        KvFormat::F16 => self.write(to, lane + i, key, value, |_, _| ([half; 2], None)),
+                        KvFormat::Codes(grid) => {
+                            self.write(to, lane + i, key, value, |_, _| {
+                                ([grid.k, grid.v].map(|p| codes(grid.args, p)), None)
                             });
-                            self.write(to, lane + i, key, value, codes);
                         }
+                        KvFormat::Dynamic(args) => self.write(to, lane + i, key, value, |key, value| {
+                            let [k, v] = dynamic(args, key, value);
+                            ([k, v].map(|p| codes(args, p)), Some([k.scale, v.scale]))
+                        }),
                     }
                 }
             }
         });
     }
 
-    /// Writes one position into a block; `stored` makes stored values of keys and of values.
-    fn write<const N: usize>(
+    /// Writes one position into a block; `of_head` gives for the key and the value of a head what makes stored values of each, and
+    /// their scales where they are the head's own.
+    fn write<const N: usize, E: Fn(&[f32], &mut [[u8; N]])>(
         &self,
         block: &mut [u8],
         lane: usize,
         key: &[f32],
         value: &[f32],
-        [k, v]: [impl Fn(&[f32], &mut [[u8; N]]); 2],
+        of_head: impl Fn(&[f32], &[f32]) -> ([E; 2], Option<[f32; 2]>),
     ) {
         let (d, width) = (self.d, self.value);
         let (keys, row, head_bytes) = (self.key_bytes(), self.padded() * N, self.head_bytes());
         let mut room = [[0u8; N]; 128];
         for (head, bytes) in block.chunks_exact_mut(head_bytes).enumerate() {
+            let (key, value) = (&key[head * d..][..d], &value[head * width..][..width]);
+            let ([k, v], scales) = of_head(key, value);
+            for (i, scale) in scales.into_iter().flatten().enumerate() {
+                let at = self.scales_at() + (i * BLOCK + lane) * size_of::<f32>();
+                bytes[at..][..size_of::<f32>()].copy_from_slice(&(scale * self.unit).to_ne_bytes());
+            }
             let (to_keys, to_values) = bytes.split_at_mut(keys);
-            for (at, part) in key[head * d..][..d].chunks(room.len()).enumerate() {
+            for (at, part) in key.chunks(room.len()).enumerate() {
                 let part_room = &mut room[..part.len()];
                 k(part, part_room);
                 let to = to_keys[at * 128 * BLOCK * N..].chunks_exact_mut(BLOCK * N);
                 to.zip(part_room).for_each(|(to, x)| to[lane * N..][..N].copy_from_slice(x));
             }
             let to = to_values[lane * row..][..width * N].as_chunks_mut().0;
-            v(&value[head * width..][..width], to);
+            v(value, to);
         }
     }
 
@@ -253,7 +275,7 @@ impl PagedLayer {
     /// [`PagedLayer::keep`] of values of `N` bytes.
     fn move_down<const N: usize>(&mut self, table: &[u32], kept: &[usize]) {
         let (bytes, head, keys, row) = (self.block_bytes(), self.head_bytes(), self.key_bytes(), self.padded() * N);
-        let (heads, d) = (self.kv_heads, self.d);
+        let (heads, d, scales) = (self.kv_heads, self.d, self.scales_at());
         let store = self.store.as_mut_slice();
         for (to, &from) in kept.iter().enumerate().filter(|(to, from)| to != *from) {
             let [a, b] = [from, to].map(|p| table[p / BLOCK] as usize * bytes);
@@ -265,24 +287,34 @@ impl PagedLayer {
                     value.copy_from_slice(&store[a + i + lane * N..][..N]);
                     store[b + i + to_lane * N..][..N].copy_from_slice(&value);
                 }
-                let [a, b] = [a + keys + lane * row, b + keys + to_lane * row];
-                store.copy_within(a..a + row, b);
+                let [from, to] = [a + keys + lane * row, b + keys + to_lane * row];
+                store.copy_within(from..from + row, to);
+                if matches!(self.format, KvFormat::Dynamic(_)) {
+                    for of in 0..2 {
+                        let [from, to] = [a + scales, b + scales].map(|at| at + of * BLOCK * size_of::<f32>());
+                        let [from, to] = [from + lane * size_of::<f32>(), to + to_lane * size_of::<f32>()];
+                        store.copy_within(from..from + size_of::<f32>(), to);
+                    }
+                }
             }
         }
     }
 
-    /// The values of all codes of keys, by their bytes; none where there are no codes.
+    /// The values of all codes of keys, by their bytes, at a scale of 1 where positions have their own; none where there are no codes.
     pub(super) fn key_codes(&self) -> Vec<f32> {
-        match self.format {
-            KvFormat::Codes(grid) => (0..=255u8).map(|b| grid.args.dequantize(b as i8, grid.k)).collect(),
-            KvFormat::F32 | KvFormat::F16 => Vec::new(),
-        }
+        let (args, p) = match self.format {
+            KvFormat::Codes(grid) => (grid.args, grid.k),
+            KvFormat::Dynamic(args) => (args, QParams { scale: 1.0, zero: 0 }),
+            KvFormat::F32 | KvFormat::F16 => return Vec::new(),
+        };
+        (0..=255u8).map(|b| args.dequantize(b as i8, p)).collect()
     }
 
     /// The stored keys of a block and head as f32, `[d][16]`: plain code for statistics. `codes` is [`PagedLayer::key_codes`].
     pub(super) fn keys(&self, block: u32, head: usize, codes: &[f32], out: &mut [f32]) {
         let at = block as usize * self.block_bytes() + head * self.head_bytes();
-        let bytes = &self.store.as_slice()[at..][..self.d * BLOCK * self.format.bytes()];
+        let head = &self.store.as_slice()[at..][..self.head_bytes()];
+        let bytes = &head[..self.d * BLOCK * self.format.bytes()];
         match self.format {
             KvFormat::F32 => out.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, b)| *x = f32::from_ne_bytes(*b)),
             KvFormat::F16 => {
@@ -293,7 +325,68 @@ impl PagedLayer {
                 }
             }
             KvFormat::Codes(_) => out.iter_mut().zip(bytes).for_each(|(x, &b)| *x = codes[b as usize]),
+            KvFormat::Dynamic(_) => {
+                let scales = &head[self.scales_at()..].as_chunks().0[..BLOCK];
+                for (out, bytes) in out.chunks_exact_mut(BLOCK).zip(bytes.chunks_exact(BLOCK)) {
+                    for ((x, &b), &scale) in out.iter_mut().zip(bytes).zip(scales) {
+                        *x = codes[b as usize] * (f32::from_ne_bytes(scale) / self.unit);
+                    }
+                }
+            }
         }
+    }
+}
+
+/// What makes codes of values: [`QuantArgs::quantize`], for the two types of a cache, of what is not NaN.
+pub(super) fn codes(args: QuantArgs, p: QParams) -> impl Fn(&[f32], &mut [[u8; 1]]) {
+    let of = if args.qtype == QuantType::Int8 { int8_codes } else { e4m3_codes };
+    move |x, to| of(x, p.scale, to)
+}
+
+vectorized! {
+    fn int8_codes(x: &[f32], scale: f32, to: &mut [[u8; 1]]) {
+        /// Makes units the last place of what is smaller, so that the sum rounds to nearest even.
+        const UNITS: f32 = 1.5 * (1 << 23) as f32;
+        for (to, x) in to.iter_mut().zip(x) {
+            *to = [((x / scale).max(-128.0).min(127.0) + UNITS).to_bits() as u8];
+        }
+    }
+}
+
+vectorized! {
+    fn e4m3_codes(x: &[f32], scale: f32, to: &mut [[u8; 1]]) {
+        /// Makes the steps of subnormal numbers, 2^-9, the last place.
+        const STEPS: f32 = 1.5 * (1 << 14) as f32;
+        for (to, x) in to.iter_mut().zip(x) {
+            let x = x / scale;
+            let a = if x.abs() < 448.0 { x.abs() } else { 448.0 };
+            // The three highest bits of the fraction stay, rounded to nearest even; the exponent's bias is 7 and not 127.
+            let kept = (a.to_bits() + 0x7_ffff + (a.to_bits() >> 20 & 1)) >> 20;
+            let subnormal = (a + STEPS).to_bits() - STEPS.to_bits();
+            let code = if a < f32::from_bits(121 << 23) { subnormal } else { kept.wrapping_sub(120 << 3) };
+            *to = [(code | x.to_bits() >> 31 << 7) as u8];
+        }
+    }
+}
+
+vectorized! {
+    fn absmax(x: &[f32]) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        for x in x.chunks(LANES) {
+            lanes.iter_mut().zip(x).for_each(|(lane, x)| *lane = if x.abs() > *lane { x.abs() } else { *lane });
+        }
+        lanes.into_iter().fold(0.0, f32::max)
+    }
+}
+
+/// The grids of a key and a value of their own.
+///
+/// # Panics
+/// For a value that is not finite, which [`KvFormat::refused`] finds.
+fn dynamic(args: QuantArgs, key: &[f32], value: &[f32]) -> [QParams; 2] {
+    match KvGrid::from_absmax(args, absmax(key), absmax(value)) {
+        Ok(grid) => [grid.k, grid.v],
+        Err(e) => panic!("keys and values: expected finite ones, which `refused` sees to: {e}"),
     }
 }
 

@@ -4,7 +4,7 @@ use super::RUN;
 use super::fused::attend_on;
 use super::{BLOCK, KvFormat, PagedLayer, Queries, attend, attention_mass};
 use crate::{Isa, Team};
-use dsq_quant::{KvGrid, MiniFloat, QuantArgs, QuantType};
+use dsq_quant::{KvGrid, MiniFloat, QParams, QuantArgs, QuantType};
 use half::f16;
 use proptest::prelude::*;
 
@@ -17,22 +17,32 @@ fn grid(qtype: QuantType) -> KvGrid {
     KvGrid::from_absmax(QuantArgs::kv_cache(qtype).unwrap(), 0.9, 0.7).unwrap()
 }
 
-fn formats() -> [KvFormat; 4] {
-    [KvFormat::F32, KvFormat::F16, KvFormat::Codes(grid(QuantType::Int8)), KvFormat::Codes(grid(QuantType::Fp8E4M3))]
+fn formats() -> [KvFormat; 6] {
+    let codes = [QuantType::Int8, QuantType::Fp8E4M3].map(|qtype| KvFormat::Codes(grid(qtype)));
+    let dynamic = [QuantArgs::kv_int8(), QuantArgs::kv_fp8()].map(KvFormat::Dynamic);
+    [KvFormat::F32, KvFormat::F16, codes[0], codes[1], dynamic[0], dynamic[1]]
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-/// Keys and values as a format gives them back.
-fn rounded(format: KvFormat, mut k: Vec<f32>, mut v: Vec<f32>) -> [Vec<f32>; 2] {
+/// Keys and values, of heads of the widths `[d, value]`, as a format gives them back.
+fn rounded(format: KvFormat, [d, value]: [usize; 2], mut k: Vec<f32>, mut v: Vec<f32>) -> [Vec<f32>; 2] {
     match format {
         KvFormat::F32 => {}
         KvFormat::F16 => k.iter_mut().chain(&mut v).for_each(|x| *x = f16::from_f32(*x).to_f32()),
         KvFormat::Codes(grid) => {
             grid.round(grid.k, &mut k);
             grid.round(grid.v, &mut v);
+        }
+        KvFormat::Dynamic(args) => {
+            let absmax = |x: &[f32]| x.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+            for (k, v) in k.chunks_exact_mut(d).zip(v.chunks_exact_mut(value)) {
+                let grid = KvGrid::from_absmax(args, absmax(k), absmax(v)).unwrap();
+                grid.round(grid.k, k);
+                grid.round(grid.v, v);
+            }
         }
     }
     [k, v]
@@ -81,8 +91,11 @@ struct Filled {
     layer: PagedLayer,
     table: Vec<u32>,
     q: Vec<f32>,
+    /// As the format gives them back.
     k: Vec<f32>,
     v: Vec<f32>,
+    /// As they were put.
+    put: [Vec<f32>; 2],
 }
 
 impl Case {
@@ -106,8 +119,9 @@ impl Case {
             layer.put(&table, t, &k[..self.kv_heads * self.d], &v[..self.kv_heads * self.value]);
         }
         let q = wave(self.positions * self.heads * self.d, 1).iter().map(|x| 3.0 * x).collect();
-        let [k, v] = rounded(format, k, v);
-        Filled { case: *self, layer, table, q, k, v }
+        let put = [k.clone(), v.clone()];
+        let [k, v] = rounded(format, [self.d, self.value], k, v);
+        Filled { case: *self, layer, table, q, k, v, put }
     }
 }
 
@@ -162,7 +176,7 @@ fn close_to_f64_and_equal_on_every_path() {
     for case in CASES {
         for (i, sight) in SIGHTS.into_iter().enumerate() {
             // All formats without a window, one after another with.
-            for format in if i == 0 { formats().to_vec() } else { vec![formats()[i % 4]] } {
+            for format in if i == 0 { formats().to_vec() } else { vec![formats()[i % 6]] } {
                 let filled = case.filled(format, sight);
                 let first = filled.attended(Isa::Scalar, case.positions);
                 // All of the first and of the last positions, a few between (f64 is slow).
@@ -199,7 +213,7 @@ fn close_to_f64_and_equal_on_every_path() {
 #[test]
 fn pieces_and_threads_change_no_bit() {
     for (i, (case, sight)) in CASES.into_iter().flat_map(|c| SIGHTS.map(|s| (c, s))).enumerate() {
-        let filled = case.filled(formats()[i % 4], sight);
+        let filled = case.filled(formats()[i % 6], sight);
         let isa = Isa::supported()[i % Isa::supported().len()];
         let whole = filled.attended(isa, case.positions);
         for chunk in [1, 2, 5, 16, case.positions.div_ceil(2)] {
@@ -329,7 +343,7 @@ fn a_copied_block_is_written_alone() {
 
 #[test]
 fn values_without_a_form_are_found() {
-    let [f32, f16, int8, _] = formats();
+    let [f32, f16, codes @ ..] = formats();
     let values = [1.0, -65504.0, 65519.99, f32::MIN_POSITIVE];
     for format in formats() {
         assert_eq!(format.refused(&values), None);
@@ -338,7 +352,7 @@ fn values_without_a_form_are_found() {
         let with = [0.0, x, 1.0];
         assert_eq!(f32.refused(&with), None);
         assert_eq!(f16.refused(&with).map(f32::to_bits), Some(x.to_bits()));
-        assert_eq!(int8.refused(&with).is_some(), by_codes);
+        assert!(codes.iter().all(|codes| codes.refused(&with).is_some() == by_codes));
     }
     // The largest that is not refused stays finite.
     assert_eq!(half::f16::from_f32(65519.99).to_f32(), 65504.0);
@@ -351,8 +365,9 @@ fn values_without_a_form_are_found() {
 
 #[test]
 fn masses_are_the_weights_that_positions_receive() {
-    for (case, sight) in CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s))) {
-        let filled = case.filled(KvFormat::F16, sight);
+    let cases = CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s)));
+    for (i, (case, sight)) in cases.enumerate() {
+        let filled = case.filled(formats()[i % 6], sight);
         let past = case.positions - 3;
         let queries = Queries { table: &filled.table, past, tokens: 3 };
         let mut mass = vec![1.0; case.kv_heads * case.positions];
@@ -394,7 +409,8 @@ fn kept_positions_are_moved_bit_for_bit() {
             let mut want =
                 PagedLayer::new(filled.layer.blocks(), case.kv_heads, [case.d, case.value], case.scale(), format);
             for (i, &p) in kept.iter().enumerate() {
-                want.put(&filled.table, i, &filled.k[p * k..][..k], &filled.v[p * v..][..v]);
+                let [keys, values] = &filled.put;
+                want.put(&filled.table, i, &keys[p * k..][..k], &values[p * v..][..v]);
             }
             for s in 0..kept.len() {
                 let stored = |layer: &PagedLayer| -> Vec<u8> {
@@ -403,7 +419,9 @@ fn kept_positions_are_moved_bit_for_bit() {
                     let of_head = |head: &[u8]| -> Vec<u8> {
                         let keys = (0..case.d).flat_map(|i| head[(i * BLOCK + lane) * n..][..n].to_vec());
                         let at = layer.key_bytes() + lane * layer.padded() * n;
-                        keys.chain(head[at..][..case.value * n].to_vec()).collect()
+                        let scales = head[layer.scales_at()..].chunks_exact(4 * BLOCK);
+                        let scales = scales.flat_map(|of| of[4 * lane..][..4].to_vec());
+                        keys.chain(head[at..][..case.value * n].to_vec()).chain(scales).collect()
                     };
                     block.chunks_exact(layer.head_bytes()).flat_map(of_head).collect()
                 };
@@ -508,6 +526,29 @@ fn every_code_is_stored_and_read() {
     }
 }
 
+/// Codes are those of the reference: around every value of the grids and every tie, at scales that round, and far outside.
+#[test]
+fn codes_are_those_of_the_reference() {
+    for args in [QuantArgs::kv_int8(), QuantArgs::kv_fp8()] {
+        let values: Vec<f32> = (0..=255u8).map(|b| args.code_value(b as i8, 0)).filter(|v| v.is_finite()).collect();
+        let mut values: Vec<f32> = values.iter().flat_map(|a| values.iter().map(move |b| (a + b) / 2.0)).collect();
+        values.extend([0.0, -0.0, f32::MIN_POSITIVE, f32::from_bits(1), 1e-9, 1e30, -1e30, f32::MAX, f32::MIN]);
+        for scale in [1.0, 0.0117, 3.7e-5, 1.7e5, f32::MIN_POSITIVE, 1e30] {
+            let p = QParams { scale, zero: 0 };
+            let near = values.iter().flat_map(|v| {
+                let x = v * scale;
+                [x, f32::from_bits(x.to_bits() + 1), f32::from_bits(x.to_bits().saturating_sub(1))]
+            });
+            let x: Vec<f32> = near.filter(|x| x.is_finite()).collect();
+            let mut got = vec![[0u8]; x.len()];
+            super::paged::codes(args, p)(&x, &mut got);
+            for (x, [got]) in x.iter().zip(got) {
+                assert_eq!(got as i8, args.quantize(*x, p), "{:?}: {x:e} at {scale:e}", args.qtype);
+            }
+        }
+    }
+}
+
 proptest! {
     /// Any finite values, far outside the grid and subnormal ones too, in any order of writing, over older values.
     #[test]
@@ -520,11 +561,16 @@ proptest! {
         let table: Vec<u32> = (0..rows.len().div_ceil(BLOCK) as u32).rev().collect();
         let new = |format| PagedLayer::new(table.len(), 2, [24, 24], 0.2, format);
         let (mut codes, mut float) = (new(KvFormat::Codes(grid)), new(KvFormat::F32));
+        let (mut dynamic, mut wide) = (new(KvFormat::Dynamic(grid.args)), new(KvFormat::F32));
         for (t, row) in rows.iter().enumerate().rev() {
             let mut k: Vec<f32> = row.iter().map(|x| x * 1e-30 * scale).collect();
             let mut v: Vec<f32> = row.iter().map(|x| x * small).collect();
             codes.put(&table, t, row, &k);
             codes.put(&table, t, &k, &v);
+            dynamic.put(&table, t, row, &k);
+            dynamic.put(&table, t, &k, &v);
+            let [own_k, own_v] = rounded(KvFormat::Dynamic(grid.args), [24, 24], k.clone(), v.clone());
+            wide.put(&table, t, &own_k, &own_v);
             grid.round(grid.k, &mut k);
             grid.round(grid.v, &mut v);
             float.put(&table, t, &k, &v);
@@ -532,10 +578,12 @@ proptest! {
         let q = wave(4 * 24, rows.len());
         let queries = [Queries { table: &table, past: rows.len() - 1, tokens: 1 }];
         let (mut a, mut b) = (vec![f32::NAN; q.len()], vec![f32::NAN; q.len()]);
-        attend_on(Isa::Scalar, &float, &queries, &q, 4, &mut a);
-        for isa in Isa::supported() {
-            attend_on(isa, &codes, &queries, &q, 4, &mut b);
-            prop_assert!(same_bits(&a, &b), "{:?}", isa);
+        for (of, float) in [(&codes, &float), (&dynamic, &wide)] {
+            attend_on(Isa::Scalar, float, &queries, &q, 4, &mut a);
+            for isa in Isa::supported() {
+                attend_on(isa, of, &queries, &q, 4, &mut b);
+                prop_assert!(same_bits(&a, &b), "{:?}", isa);
+            }
         }
     }
 }

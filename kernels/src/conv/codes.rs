@@ -191,7 +191,7 @@ macro_rules! with_avx2 {
                 fn avx2($($arg: $ty),*) -> $out {
                     $body($($arg),*)
                 }
-                if std::arch::is_x86_feature_detected!("avx2") {
+                if crate::isa::has_avx2() {
                     // SAFETY: the feature is present.
                     return unsafe { avx2($($arg),*) };
                 }

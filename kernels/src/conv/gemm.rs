@@ -36,7 +36,7 @@ pub(crate) fn gemm(a: Left, b: Right, c: &mut [f32], ldc: usize, [m, n, k]: [usi
         assert!(b.data.len() >= (k - 1) * b.row + n, "b is too short");
     }
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+    if crate::isa::has_avx2() {
         // SAFETY: the features are present, and the asserts above cover every access.
         unsafe { avx2::gemm(a, b, c, ldc, [m, n, k], accumulate) };
         return;

@@ -119,7 +119,7 @@ impl IntConv {
 
     /// Which path runs, and why.
     pub fn describe(&self) -> &'static str {
-        match (&self.panels, avx2()) {
+        match (&self.panels, crate::isa::has_avx2()) {
             (Panels::Nibbles(_), true) => "weights in 4 bits x u8 codes, AVX2 maddubs",
             (Panels::Nibbles(_), false) => "weights in 4 bits x u8 codes, scalar (no AVX2)",
             (Panels::Bytes(_), true) => "weights in 8 bits x u8 codes, AVX2 madd",
@@ -132,7 +132,7 @@ impl IntConv {
     /// # Panics
     /// When `codes` is not `m` pictures, or holds a code above the input's range.
     pub fn forward(&self, codes: &[u8], m: usize) -> Vec<i32> {
-        self.run(codes, m, avx2())
+        self.run(codes, m, crate::isa::has_avx2())
     }
 
     /// [`IntConv::forward`] by the scalar reference.
@@ -185,13 +185,6 @@ impl IntConv {
         let narrow = matches!(self.panels, Panels::Nibbles(_));
         narrow.then(|| (i16::MAX as usize / (2 * 8 * usize::from(self.amax))).max(1))
     }
-}
-
-fn avx2() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx2");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
 }
 
 /// The reference: `out[r, j] = sum over l of col[r, l] * w[j, l]`, on the panel layout.

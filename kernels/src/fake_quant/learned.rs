@@ -289,7 +289,7 @@ fn total(parts: impl Iterator<Item = [f64; 2]>) -> [f64; 2] {
 
 fn values(w: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { values_avx2(w, args, p, out) };
     }
@@ -324,7 +324,7 @@ unsafe fn values_avx2(w: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32]) 
 
 fn gradient_run(w: &[f32], g: &[f32], args: &QuantArgs, p: QParams, dw: &mut [f32]) -> [f64; 2] {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { gradient_avx2(w, g, args, p, dw) };
     }

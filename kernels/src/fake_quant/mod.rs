@@ -253,7 +253,7 @@ fn poison(out: &mut [f32], inside: &mut [u8], error: QuantError) -> Result<(), Q
 
 pub(crate) fn range(x: &[f32]) -> Range {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { avx2::range(x) };
     }
@@ -263,7 +263,7 @@ pub(crate) fn range(x: &[f32]) -> Range {
 /// [`QuantArgs::squared_error`]; its order is fixed, so wider vectors give the same bits.
 pub(crate) fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { avx2::squared_error(x, args, p) };
     }
@@ -273,7 +273,7 @@ pub(crate) fn squared_error(x: &[f32], args: &QuantArgs, p: QParams) -> f64 {
 fn walk(x: &[f32], args: &QuantArgs, p: QParams, out: &mut [f32], inside: &mut [u8]) {
     debug_assert!(x.len() == out.len() && x.len() == inside.len());
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found; the three slices have one length (checked by the callers).
         return unsafe {
             match args.qtype.float() {

@@ -26,6 +26,8 @@ use super::input::{Rounded, Tile};
 use super::kernel::{scale, store_row, zero};
 use super::layout::{BLOCK, OCTET, PIECE, Panels};
 use crate::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{has_avx_vnni, has_avx512_vnni};
 use crate::parallel::{OutPtr, split};
 use crate::simd::{Scalar, Simd};
 use dsq_quant::{InputGrid, QuantType};
@@ -59,11 +61,9 @@ impl IntPath {
             _ if std::arch::is_aarch64_feature_detected!("dotprod") => IntPath::Neon,
             Isa::Scalar => IntPath::Scalar,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 if is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512bw") => {
-                IntPath::Vnni512
-            }
+            Isa::Avx512 if has_avx512_vnni() => IntPath::Vnni512,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx2 if is_x86_feature_detected!("avxvnni") => IntPath::Vnni256,
+            Isa::Avx512 | Isa::Avx2 if has_avx_vnni() => IntPath::Vnni256,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx2 => IntPath::Avx2,
             #[cfg(not(target_arch = "x86_64"))]

@@ -50,7 +50,9 @@ use crate::{Isa, simd};
 use dsq_quant::{ColumnOrder, FloatType, QuantError, QuantType, QuantizedMatrix};
 use kernel::{Bf16, CHUNK, E4M3, E5M2, F16, F32, Fp4, Int4, Int8};
 use layout::{BLOCK, Panels, Storage};
+use std::cell::Cell;
 use std::ops::Range;
+use std::thread::LocalKey;
 
 /// Defines a public layer over [`Panels`].
 macro_rules! layer {
@@ -298,6 +300,21 @@ impl Linear {
     }
 }
 
+thread_local! {
+    /// Inputs in the order of a tile's tokens, in that of a layer's columns, and on a grid: kept for the next call.
+    static PACKED: Cell<Vec<f32>> = Cell::default();
+    static GATHERED: Cell<Vec<f32>> = Cell::default();
+    static ROUNDED: Cell<Vec<f32>> = Cell::default();
+}
+
+/// `body` with a room of this thread, which is taken out meanwhile: a thread that waits for others may begin another product.
+fn lent<R>(room: &'static LocalKey<Cell<Vec<f32>>>, body: impl FnOnce(&mut Vec<f32>) -> R) -> R {
+    let mut taken = room.take();
+    let result = body(&mut taken);
+    room.set(taken);
+    result
+}
+
 /// Several layers of the same input in one parallel region (in one for each order of columns): `outs[i] [m, n_i] = x [m, k] * W_i^T`.
 /// The same bits as one by one.
 ///
@@ -313,7 +330,10 @@ pub fn matmul_many(layers: &[&Linear], x: &[f32], m: usize, outs: &mut [&mut [f3
         let outs = &mut outs[at..at + here];
         match first.order() {
             None => matmul(&parts, x, m, outs),
-            Some(order) => matmul(&parts, &order.gather(x), m, outs),
+            Some(order) => lent(&GATHERED, |room| {
+                order.gather_into(x, room);
+                matmul(&parts, room, m, outs);
+            }),
         }
         at += here;
     }
@@ -359,13 +379,23 @@ fn matmul(layers: &[(&Panels, Isa)], x: &[f32], m: usize, outs: &mut [&mut [f32]
             out.fill(0.0);
         }
     }
-    let mut packed = Vec::new();
+    lent(&PACKED, |packed| matmul_packed(layers, isa, x, [m, k], outs, packed));
+}
+
+fn matmul_packed(
+    layers: &[(&Panels, Isa)],
+    isa: Isa,
+    x: &[f32],
+    [m, k]: [usize; 2],
+    outs: &mut [&mut [f32]],
+    packed: &mut Vec<f32>,
+) {
     for start in (0..m).step_by(CHUNK) {
         let tokens = CHUNK.min(m - start);
         let from = if m == 1 {
             x.as_ptr() as usize
         } else {
-            kernel::pack_tokens(&x[start * k..(start + tokens) * k], tokens, k, widest(isa), &mut packed);
+            kernel::pack_tokens(&x[start * k..(start + tokens) * k], tokens, k, widest(isa), packed);
             packed.as_ptr() as usize
         };
         let jobs: Vec<(&Panels, OutPtr)> = layers

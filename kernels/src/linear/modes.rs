@@ -3,7 +3,7 @@
 
 use super::int::{self, IntPath};
 use super::layout::{Panels, Storage};
-use super::{Linear, matmul_many};
+use super::{GATHERED, Linear, ROUNDED, lent, matmul_many};
 use crate::fake_quant::fake_quant_rows;
 use dsq_quant::{InputGrid, Mapping, QuantError, QuantType};
 
@@ -117,23 +117,26 @@ pub fn matmul_many_on_grid(
         in_runs(Some(grid), layers, x, m, outs, |_| true);
         return Ok(());
     }
-    let mut rounded = x.to_vec();
-    if first.k() > 0 {
-        // A run that has no grid is NaN in `rounded`.
-        let _ = fake_quant_rows(&mut rounded, first.k(), grid);
-    }
-    let mut at = 0;
-    while let Some(first) = layers.get(at) {
-        let integer = first.refuses(grid).is_none();
-        let here = layers[at..].iter().take_while(|l| l.refuses(grid).is_none() == integer).count();
-        let (layers, outs) = (&layers[at..at + here], &mut outs[at..at + here]);
-        if integer {
-            in_runs(Some(grid), layers, x, m, outs, |_| true);
-        } else {
-            matmul_many(layers, &rounded, m, outs);
+    lent(&ROUNDED, |rounded| {
+        rounded.clear();
+        rounded.extend_from_slice(x);
+        if first.k() > 0 {
+            // A run that has no grid is NaN in `rounded`.
+            let _ = fake_quant_rows(rounded, first.k(), grid);
         }
-        at += here;
-    }
+        let mut at = 0;
+        while let Some(first) = layers.get(at) {
+            let integer = first.refuses(grid).is_none();
+            let here = layers[at..].iter().take_while(|l| l.refuses(grid).is_none() == integer).count();
+            let (layers, outs) = (&layers[at..at + here], &mut outs[at..at + here]);
+            if integer {
+                in_runs(Some(grid), layers, x, m, outs, |_| true);
+            } else {
+                matmul_many(layers, rounded, m, outs);
+            }
+            at += here;
+        }
+    });
     Ok(())
 }
 
@@ -161,7 +164,10 @@ fn in_runs(
             let parts: Vec<&Panels> = run.iter().map(|l| l.parts().0).collect();
             match first.order() {
                 None => int::matmul(IntPath::of(isa), grid, &parts, x, m, outs),
-                Some(order) => int::matmul(IntPath::of(isa), grid, &parts, &order.gather(x), m, outs),
+                Some(order) => lent(&GATHERED, |room| {
+                    order.gather_into(x, room);
+                    int::matmul(IntPath::of(isa), grid, &parts, room, m, outs);
+                }),
             }
         } else {
             matmul_many(run, x, m, outs);

@@ -43,10 +43,7 @@ pub fn encode_blocks(grid: GgufGrid, x: &[f32], bytes: &mut [u8]) -> Result<(), 
 /// Whole blocks; `None` where the reference refuses something.
 fn encode(grid: GgufGrid, x: &[f32], bytes: &mut [u8]) -> Option<()> {
     #[cfg(target_arch = "x86_64")]
-    if matches!(grid, GgufGrid::Q4_0 | GgufGrid::Q4K | GgufGrid::Q6K)
-        && is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("f16c")
-    {
+    if matches!(grid, GgufGrid::Q4_0 | GgufGrid::Q4K | GgufGrid::Q6K) && crate::isa::has_avx2() {
         // SAFETY: AVX2 and F16C were found.
         return unsafe { super::blocks::encode(grid, x, bytes) };
     }

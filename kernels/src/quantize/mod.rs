@@ -186,7 +186,7 @@ fn group_params(range: crate::fake_quant::Range, w: &[f32], args: &QuantArgs) ->
 /// The parameters of consecutive groups.
 fn find_params(w: &[f32], per_scale: usize, args: &QuantArgs, params: &mut [QParams]) -> Option<()> {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { avx2::find_params(w, per_scale, args, params) };
     }
@@ -200,7 +200,7 @@ fn find_params(w: &[f32], per_scale: usize, args: &QuantArgs, params: &mut [QPar
 fn choose_codes(w: &[f32], per_scale: usize, args: &QuantArgs, params: &[QParams], codes: &mut [i8]) {
     debug_assert!(w.len() == codes.len() && w.len() <= params.len() * per_scale);
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::isa::has_avx2() {
         // SAFETY: AVX2 was found.
         return unsafe { avx2::choose_codes(w, per_scale, args, params, codes) };
     }

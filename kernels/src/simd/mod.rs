@@ -118,3 +118,22 @@ macro_rules! dispatch {
     }};
 }
 pub(crate) use dispatch;
+
+/// Defines a function twice: built for AVX2 and FMA, and for the baseline; the first is called where the CPU has it.
+macro_rules! vectorized {
+    (fn $name:ident($($arg:ident: $t:ty),* $(,)?) $(-> $r:ty)? $body:block) => {
+        fn $name($($arg: $t),*) $(-> $r)? {
+            #[inline(always)]
+            fn body($($arg: $t),*) $(-> $r)? $body
+            #[cfg(target_arch = "x86_64")]
+            if crate::isa::has_avx2() {
+                #[target_feature(enable = "avx2,fma")]
+                unsafe fn wide($($arg: $t),*) $(-> $r)? { body($($arg),*) }
+                // SAFETY: the features were found.
+                return unsafe { wide($($arg),*) };
+            }
+            body($($arg),*)
+        }
+    };
+}
+pub(crate) use vectorized;

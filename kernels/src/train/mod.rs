@@ -37,24 +37,7 @@ const ROW_BLOCK: usize = 32;
 /// Values that one parallel task handles at least.
 const TASK: usize = 1 << 14;
 
-/// Defines a function twice: built for AVX2 and FMA, and for the baseline; the first is called where the CPU has it.
-macro_rules! vectorized {
-    (fn $name:ident($($arg:ident: $t:ty),* $(,)?) $(-> $r:ty)? $body:block) => {
-        fn $name($($arg: $t),*) $(-> $r)? {
-            #[inline(always)]
-            fn body($($arg: $t),*) $(-> $r)? $body
-            #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                #[target_feature(enable = "avx2,fma")]
-                unsafe fn wide($($arg: $t),*) $(-> $r)? { body($($arg),*) }
-                // SAFETY: the features were found.
-                return unsafe { wide($($arg),*) };
-            }
-            body($($arg),*)
-        }
-    };
-}
-use vectorized;
+use crate::simd::vectorized;
 
 /// `sum f(i)` for `i` in `0..n`, over sixteen lanes that are then added in order.
 #[inline(always)]
