@@ -220,6 +220,7 @@ fn print_engine(row: &Value) {
         number("latency_p50_ms"),
         number("latency_p99_ms"),
         number("latency_p99_over_p50"),
+        number("same_work_p99_over_p50"),
         row["reallocations"]
     ));
 }

@@ -9,6 +9,7 @@ use binaries::Binary;
 use compare::{Compared, Difference};
 use dsq_checkpoint::{Checkpoint, write_atomic};
 use dsq_eval::{Report, Row, Window};
+use dsq_kernels::MAX_ISA_NAMES;
 use dsq_runtime::{KernelCheck, LlamaRuntime, ModelPart, check_kernel};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -109,7 +110,7 @@ pub fn run(args: &Args, global: &Global) -> Result<u8, CliError> {
             "reference"
         }
         ([model], false, None) => {
-            own_kernels(model, global, &mut answer)?;
+            own_kernels(args, model, global, &mut answer)?;
             "kernels"
         }
         _ => {
@@ -468,17 +469,26 @@ fn costs(args: &Args, global: &Global, (float, model): (&Path, &Path), answer: &
     Ok(())
 }
 
+/// This program.
+fn own() -> Result<PathBuf, CliError> {
+    std::env::current_exe().map_err(|e| CliError::new(4, format!("dsq: cannot find its own program: {e}")))
+}
+
+fn scratch() -> Result<tempfile::TempDir, CliError> {
+    tempfile::tempdir().map_err(|e| CliError::new(4, format!("temporary folder: cannot create: {e}")))
+}
+
 /// Two binaries: tokenizer, what they quantize, and what they compute.
 fn two_binaries(args: &Args, global: &Global, model: &Path, answer: &mut Answer) -> Result<(), CliError> {
-    let own =
-        std::env::current_exe().map_err(|e| CliError::new(4, format!("dsq: cannot find its own program: {e}")))?;
+    let own = own()?;
     let binary = |side, path: &Option<PathBuf>| Binary {
         side,
         path: path.clone().unwrap_or_else(|| own.clone()),
         threads: global.threads(),
+        max_isa: None,
     };
     let (good, bad) = (binary("GOOD", &args.binary_good), binary("BAD", &args.binary_bad));
-    let scratch = tempfile::tempdir().map_err(|e| CliError::new(4, format!("temporary folder: cannot create: {e}")))?;
+    let scratch = scratch()?;
     let at = |name: &str| scratch.path().join(name);
     let source = Checkpoint::open(model)?;
     let documents = documents(args, &source)?;
@@ -498,14 +508,23 @@ fn two_binaries(args: &Args, global: &Global, model: &Path, answer: &mut Answer)
     let ids = at("ids.json");
     write_atomic(&ids, json!(lists).to_string().as_bytes())?;
     let seen = binaries::kernels((&good, &bad), &run, &ids, scratch.path(), args.bound)?;
+    let told = answer.findings.iter().any(|f| f.cause == Cause::Tokenizer) || !seen.findings.is_empty();
+    if let Some(text) = args.text.first().filter(|_| !told) {
+        answer.findings.extend(binaries::reading((&good, &bad), &run, text, scratch.path(), args.bound)?);
+    }
     answer.findings.extend(seen.findings);
     answer.notes.extend(seen.notes);
     answer.about.push(("binary_runs", json!(seen.runs)));
     Ok(())
 }
 
-/// One model: its kernels against the scalar reference.
-fn own_kernels(model: &Path, global: &Global, answer: &mut Answer) -> Result<(), CliError> {
+/// Ids that run through a model whose kernels are in question, where no text is given: more than a block of the KV cache, few enough for
+/// plain code.
+const STREAM: u32 = 24;
+
+/// One model: its kernels against the scalar reference, module by module; then all of it, attention and norms too, against this program
+/// kept to plain Rust.
+fn own_kernels(args: &Args, model: &Path, global: &Global, answer: &mut Answer) -> Result<(), CliError> {
     let model = Checkpoint::open(model)?;
     language(&model)?;
     global.use_threads();
@@ -543,5 +562,23 @@ fn own_kernels(model: &Path, global: &Global, answer: &mut Answer) -> Result<(),
     for (kernel, modules, worst) in seen {
         answer.notes.push(format!("{modules} modules on {kernel}: at most {worst:.3} of the bound of f32"));
     }
+    let scratch = scratch()?;
+    let lists: Vec<Vec<u32>> = if args.text.is_empty() && args.tokens_file.is_none() {
+        let vocab = u32::try_from(language(&model)?.vocab_size).unwrap_or(u32::MAX);
+        vec![(0..STREAM).map(|i| (i + 1).wrapping_mul(2_654_435_769) % vocab).collect()]
+    } else {
+        let documents = documents(args, &model)?;
+        windows(args, &documents, &[&model])?.iter().map(|w| w.tokens.to_vec()).collect()
+    };
+    let ids = scratch.path().join("ids.json");
+    write_atomic(&ids, json!(lists).to_string().as_bytes())?;
+    let binary = |side, max_isa| Ok::<_, CliError>(Binary { side, path: own()?, threads: global.threads(), max_isa });
+    let (plain, fast) = (binary("GOOD", Some(MAX_ISA_NAMES[0]))?, binary("BAD", None)?);
+    // Every path gives the same bits.
+    let seen = binaries::kernels((&plain, &fast), &model, &ids, scratch.path(), 0.0)?;
+    answer.findings.extend(seen.findings);
+    answer.notes.extend(
+        seen.notes.iter().map(|n| n.replace("both binaries give", "plain Rust and this machine's kernels give")),
+    );
     Ok(())
 }

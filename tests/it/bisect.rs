@@ -365,6 +365,8 @@ fn one_model_and_its_float_original_names_the_layer_that_costs_most() {
     for row in said["rows"].as_array().unwrap() {
         assert!(row["worst"].as_f64().unwrap() <= 1.0 && row["other_bits"] == 0, "{row}");
     }
+    let same = "plain Rust and this machine's kernels give the same bits";
+    assert!(said["notes"].to_string().contains(same), "{said}");
 }
 
 /// A program that runs dsq and then `after` (POSIX shell; `$model` is the model, `$logits` the file of logits).
@@ -405,6 +407,31 @@ fn a_bad_binary_is_told_by_tokenizer_weights_or_the_kernel_of_a_layer() {
     let line = &lines(&said)[0];
     assert!(line.starts_with(&format!("kernel: {module} (int4 weights")), "{said}");
     assert!(said["notes"].to_string().contains("the first 3 layers agree, the first 4 do not"), "{said}");
+
+    // A file that cannot be cut into layers: told, and no more.
+    let gguf = m.at("w4.gguf");
+    works(&[
+        "export",
+        text(&good),
+        "--out",
+        text(&gguf),
+        "--format",
+        "gguf",
+        "--gguf-type",
+        "Q8_0",
+        "--requantize",
+        "--overwrite",
+    ]);
+    let anywhere = "if [ -n \"$logits\" ]; then\nsize=$(wc -c < \"$logits\")\n\
+                    printf '\\000\\000\\310\\102' | dd of=\"$logits\" bs=1 seek=$((size - 4)) conv=notrunc 2>/dev/null\nfi";
+    let said = ask(&gguf, &wrapper(m, "anywhere.sh", "", anywhere), &[]);
+    assert!(lines(&said).len() == 1 && lines(&said)[0].starts_with("kernel: which layer is not known"), "{said}");
+
+    // A BOS more: tokenizing and ids are the same, what the program reads by itself is not.
+    let reads = format!("case \"$*\" in *--text*)\n{anywhere};;\nesac");
+    let said = ask(&good, &wrapper(m, "bos.sh", "", &reads), &[]);
+    assert!(lines(&said).len() == 1 && lines(&said)[0].contains("another BOS before it"), "{said}");
+    assert!(lines(&said)[0].starts_with("tokenizer: "), "{said}");
 
     // Other bits within the bound are rounding.
     let said = ask(&good, &bad, &["--bound", "1e9"]);

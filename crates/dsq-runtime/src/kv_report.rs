@@ -113,7 +113,7 @@ impl LlamaRuntime {
         let mut pool = self.new_pool(tokens.len().next_multiple_of(BLOCK), tokens.len(), kv, KvPolicy::Full)?;
         let table: Vec<u32> = (0..pool.blocks() as u32).collect();
         let KvPool { layers, rope, scratch, .. } = &mut pool;
-        let (mut mass, mut sums) = (Vec::new(), Vec::new());
+        let mut mass = Vec::new();
         for (i, tokens) in tokens.chunks(PREFILL).enumerate() {
             let past = i * PREFILL;
             scratch.resize(tokens.len(), widths(c, self.widest()));
@@ -123,19 +123,11 @@ impl LlamaRuntime {
             let queries = Queries { table: &table, past, tokens: tokens.len() };
             for (l, (layer, cache)) in self.layers().iter().zip(&mut *layers).enumerate() {
                 self.enter(|| layer.run(c, l, self.activations(), &[queries], cache, rope, scratch))?;
-                let width = scratch.q.len() / tokens.len();
-                for (t, q) in scratch.q.chunks_exact(width).enumerate() {
-                    let (past, n) = (past + t, past + t + 1);
-                    mass.clear();
-                    mass.resize(cache.kv_heads() * n, 0.0);
-                    let query = Queries { table: &table, past, tokens: 1 };
-                    self.enter(|| attention_mass(cache, query, q, c.num_attention_heads, &mut mass));
-                    sums.clear();
-                    sums.resize(n, 0.0);
-                    for of_head in mass.chunks_exact(n) {
-                        sums.iter_mut().zip(of_head).for_each(|(sum, m)| *sum += m);
-                    }
-                    take(l, past, &sums);
+                let positions = past + tokens.len();
+                mass.resize(tokens.len() * positions, 0.0);
+                self.enter(|| attention_mass(cache, queries, &scratch.q, c.num_attention_heads, &mut mass));
+                for (p, of_query) in (past..).zip(mass.chunks_exact(positions)) {
+                    take(l, p, &of_query[..=p]);
                 }
             }
         }

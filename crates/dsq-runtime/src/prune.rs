@@ -155,7 +155,8 @@ impl Slots {
     }
 
     /// Adds what those of the queries `q [queries.tokens, heads, d]`, the first of which is at position `at`, that are observers give to the slots
-    /// of `layer`, which has taken their keys. One by one, so that the sums do not depend on how the queries were cut into steps.
+    /// of `layer`, which has taken their keys. They are added one by one, so that the sums do not depend on how the queries were cut into
+    /// steps.
     pub fn observe(
         &mut self,
         layer: usize,
@@ -164,20 +165,23 @@ impl Slots {
         at: usize,
         (q, heads): (&[f32], usize),
     ) {
+        // A piece ends where a sequence is pruned, so that observers are its last queries.
+        let first = (0..queries.tokens).find(|t| (at + t) % PERIOD >= PERIOD - OBSERVERS);
+        let Some(first) = first else { return };
         let held = &mut self.layers[layer];
-        let width = q.len() / queries.tokens.max(1);
-        for (t, q) in q.chunks_exact(width).enumerate().filter(|(t, _)| (at + t) % PERIOD >= PERIOD - OBSERVERS) {
-            let past = queries.past + t;
-            let mut mass = vec![0.0; cache.kv_heads() * (past + 1)];
-            let entropies =
-                attention_mass(cache, Queries { table: queries.table, past, tokens: 1 }, q, heads, &mut mass);
-            held.mass.resize(past + 1, 0.0);
-            for of_head in mass.chunks_exact(past + 1) {
-                held.mass.iter_mut().zip(of_head).for_each(|(sum, m)| *sum += m);
-            }
-            held.entropy += entropies.iter().map(|&e| f64::from(e)).sum::<f64>();
-            self.changed = true;
+        let (past, tokens) = (queries.past + first, queries.tokens - first);
+        let (width, positions) = (q.len() / queries.tokens, past + tokens);
+        let mut mass = vec![0.0; tokens * positions];
+        let queries = Queries { table: queries.table, past, tokens };
+        let entropies = attention_mass(cache, queries, &q[first * width..], heads, &mut mass);
+        held.mass.resize(positions, 0.0);
+        for of_query in mass.chunks_exact(positions) {
+            held.mass.iter_mut().zip(of_query).for_each(|(sum, m)| *sum += m);
         }
+        for of_query in entropies.chunks_exact(heads) {
+            held.entropy += of_query.iter().map(|&e| f64::from(e)).sum::<f64>();
+        }
+        self.changed = true;
     }
 
     /// Prunes a sequence that has come to a multiple of [`PERIOD`].

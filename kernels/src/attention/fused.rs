@@ -60,17 +60,17 @@ pub fn attend(layer: &PagedLayer, sequences: &[Queries<'_>], q: &[f32], heads: u
 
 /// A piece of work: some queries of a sequence, the heads of one kv head, some runs.
 #[derive(Debug, Clone)]
-struct Unit {
-    sequence: usize,
-    kv: usize,
+pub(super) struct Unit {
+    pub sequence: usize,
+    pub kv: usize,
     /// Row of the first query, its position, and how many.
-    row: usize,
-    position: usize,
-    queries: usize,
+    pub row: usize,
+    pub position: usize,
+    pub queries: usize,
     /// Those of the runs that the queries see are visited, in this order, and merged at once.
-    runs: Range<usize>,
+    pub runs: Range<usize>,
     /// Where the result of a single run goes that is merged later, and not to the output.
-    partial: Option<usize>,
+    pub partial: Option<usize>,
 }
 
 /// Results of runs to be merged: `runs` units, the first of which is `unit`.
@@ -95,22 +95,22 @@ thread_local! {
     static SCRATCH: Cell<Vec<f32>> = Cell::default();
 }
 
-struct Job<'a> {
-    isa: Isa,
-    layer: &'a PagedLayer,
+pub(super) struct Job<'a> {
+    pub isa: Isa,
+    pub layer: &'a PagedLayer,
     kind: Kind,
     /// Scales of keys and of values, sixteen times each, where all positions have the same.
     scales: Option<[[f32; BLOCK]; 2]>,
-    sequences: &'a [Queries<'a>],
+    pub sequences: &'a [Queries<'a>],
     heads: usize,
     /// Heads of a kv head.
-    group: usize,
+    pub group: usize,
     /// Address of the queries (a pointer is not Sync).
     q: usize,
     out: OutPtr,
     partials: OutPtr,
     /// Floats of a row of a state: values, then a vector that holds the maximum and the sum.
-    state: usize,
+    pub state: usize,
 }
 
 pub(super) fn attend_on(
@@ -122,26 +122,11 @@ pub(super) fn attend_on(
     out: &mut [f32],
 ) {
     let rows: usize = sequences.iter().map(|s| s.tokens).sum();
-    assert!(heads > 0 && heads.is_multiple_of(layer.kv_heads), "heads: a multiple of the key/value heads");
-    assert_eq!(q.len(), rows * heads * layer.d, "queries: [rows, heads, d]");
     assert_eq!(out.len(), rows * heads * layer.value, "out: [rows, heads, value]");
-    let (group, state) = (heads / layer.kv_heads, layer.padded() + LANES);
+    let mut job = Job::new(isa, layer, sequences, q, heads);
     let mut plan = PLAN.take();
-    plan.make(layer, sequences, group, state);
-    let kind = Kind::of(&layer.format);
-    let job = Job {
-        isa,
-        layer,
-        kind,
-        scales: kind.scales(&layer.format).map(|both| both.map(|scale| [scale; BLOCK])),
-        sequences,
-        heads,
-        group,
-        q: q.as_ptr() as usize,
-        out: OutPtr(out.as_mut_ptr()),
-        partials: OutPtr(plan.partials.as_mut_ptr()),
-        state,
-    };
+    plan.make(layer, sequences, job.group, job.state);
+    (job.out, job.partials) = (OutPtr(out.as_mut_ptr()), OutPtr(plan.partials.as_mut_ptr()));
     let (job, units, merges) = (&job, &plan.units[..], &plan.merges[..]);
     split_costs(&plan.ends, &|range| {
         let mut scratch = SCRATCH.take();
@@ -161,7 +146,7 @@ pub(super) fn attend_on(
 }
 
 impl Plan {
-    /// Divides the work. Checks that every block that will be read exists.
+    /// Divides the work.
     fn make(&mut self, layer: &PagedLayer, sequences: &[Queries<'_>], group: usize, state: usize) {
         let rows = ROWS[usize::from(layer.format != KvFormat::F32)];
         let (sight, tile) = (layer.sight, (rows / group).max(1));
@@ -172,13 +157,6 @@ impl Plan {
         for (sequence, s) in sequences.iter().enumerate() {
             if s.tokens == 0 {
                 continue;
-            }
-            let last = s.past + s.tokens - 1;
-            assert!(last / BLOCK < s.table.len(), "position {last}: a table of {} blocks", s.table.len());
-            let sinks = sight.sinks.min(last + 1).div_ceil(BLOCK);
-            let window = sight.start(s.past) / BLOCK;
-            for &block in s.table[..sinks].iter().chain(&s.table[window..=last / BLOCK]) {
-                assert!((block as usize) < layer.blocks(), "block {block} of {}", layer.blocks());
             }
             let by_run = s.tokens.div_ceil(tile) <= SPLIT_TILES;
             for first in (0..s.tokens).step_by(tile) {
@@ -213,39 +191,80 @@ impl Plan {
 }
 
 /// Buffers of a thread, cut from one piece of memory.
-struct Room {
+pub(super) struct Room {
     /// `[rows][SCORES]`.
-    scores: *mut f32,
+    pub scores: *mut f32,
     /// `[rows][state]` of a run and of all runs so far.
-    run: *mut f32,
-    total: *mut f32,
+    pub run: *mut f32,
+    pub total: *mut f32,
     /// Keys or values of [`GROUP`] blocks as f32.
-    wide: *mut f32,
+    pub wide: *mut f32,
     /// The queries `[rows][d]` of a tile.
-    q: *mut f32,
+    pub q: *mut f32,
 }
 
 impl Room {
-    fn cut(memory: &mut Vec<f32>, rows: usize, state: usize, d: usize, padded: usize) -> Self {
-        let wide = GROUP * BLOCK * d.max(padded);
-        let sizes = [rows * SCORES, rows * state, rows * state, wide, rows * d].map(|n| n.next_multiple_of(LANES));
+    /// Cuts `memory` into the buffers for `rows`, and `more` values behind them.
+    pub(super) fn cut(
+        memory: &mut Vec<f32>,
+        rows: usize,
+        state: usize,
+        layer: &PagedLayer,
+        more: usize,
+    ) -> (Self, *mut f32) {
+        let wide = GROUP * BLOCK * layer.d.max(layer.padded());
+        let sizes = [rows * SCORES, rows * state, rows * state, wide, rows * layer.d, more];
+        let sizes = sizes.map(|n| n.next_multiple_of(LANES));
         let need = sizes.iter().sum::<usize>() + LANES;
         if memory.len() < need {
             memory.resize(need, 0.0);
         }
         let skip = memory.as_ptr().align_offset(64).min(LANES);
         let mut rest = &mut memory[skip..];
-        let [scores, run, total, wide, q] = sizes.map(|n| {
+        let [scores, run, total, wide, q, more] = sizes.map(|n| {
             let (part, more) = std::mem::take(&mut rest).split_at_mut(n);
             rest = more;
             part.as_mut_ptr()
         });
-        Self { scores, run, total, wide, q }
+        (Self { scores, run, total, wide, q }, more)
+    }
+}
+
+impl<'a> Job<'a> {
+    /// The work of attention, or of its first half: scores. Where results go is set by the caller. Checks lengths, and that every block
+    /// that will be read exists.
+    pub(super) fn new(isa: Isa, layer: &'a PagedLayer, sequences: &'a [Queries<'a>], q: &[f32], heads: usize) -> Self {
+        let rows: usize = sequences.iter().map(|s| s.tokens).sum();
+        assert!(heads > 0 && heads.is_multiple_of(layer.kv_heads), "heads: a multiple of the key/value heads");
+        assert_eq!(q.len(), rows * heads * layer.d, "queries: [rows, heads, d]");
+        for s in sequences.iter().filter(|s| s.tokens > 0) {
+            let last = s.past + s.tokens - 1;
+            assert!(last / BLOCK < s.table.len(), "position {last}: a table of {} blocks", s.table.len());
+            let sinks = layer.sight.sinks.min(last + 1).div_ceil(BLOCK);
+            let window = layer.sight.start(s.past) / BLOCK;
+            for &block in s.table[..sinks].iter().chain(&s.table[window..=last / BLOCK]) {
+                assert!((block as usize) < layer.blocks(), "block {block} of {}", layer.blocks());
+            }
+        }
+        let kind = Kind::of(&layer.format);
+        Self {
+            isa,
+            layer,
+            kind,
+            scales: kind.scales(&layer.format).map(|both| both.map(|scale| [scale; BLOCK])),
+            sequences,
+            heads,
+            group: heads / layer.kv_heads,
+            q: q.as_ptr() as usize,
+            out: OutPtr(std::ptr::null_mut()),
+            partials: OutPtr(std::ptr::null_mut()),
+            state: layer.padded() + LANES,
+        }
     }
 }
 
 impl Job<'_> {
-    fn rows(&self, unit: &Unit) -> Rows {
+    pub(super) fn rows(&self, unit: &Unit) -> Rows {
         Rows { count: unit.queries * self.group, group: self.group, heads: self.heads }
     }
 
@@ -254,22 +273,19 @@ impl Job<'_> {
         unit.row * self.heads + unit.kv * self.group
     }
 
-    fn seen(&self, unit: &Unit) -> Seen {
+    pub(super) fn seen(&self, unit: &Unit) -> Seen {
         Seen { sight: self.layer.sight, first: unit.position, last: unit.position + unit.queries - 1 }
     }
 
     /// Safety: `units` are of the plan, and no other thread's.
     unsafe fn run(&self, units: &[Unit], memory: &mut Vec<f32>) {
         let most = units.iter().map(|u| u.queries * self.group).max().unwrap_or(0);
-        let room = Room::cut(memory, most, self.state, self.layer.d, self.layer.padded());
+        let (room, _) = Room::cut(memory, most, self.state, self.layer, 0);
         for (i, unit) in units.iter().enumerate() {
             let next = units.get(i + 1).unwrap_or(unit);
-            let rows = self.rows(unit);
-            let q = (self.q as *const f32).wrapping_add(self.first(unit) * self.layer.d);
-            // Those of one query lie together already.
-            // SAFETY: rows and heads of the unit are in range.
-            let q = if unit.queries == 1 { q } else { unsafe { gather(q, &rows, self.layer.d, room.q) } };
-            let tile = Tile { job: self, unit, next, room: &room, seen: self.seen(unit), rows, q };
+            // SAFETY: the room is large enough for the rows of every unit.
+            let q = unsafe { self.gather(unit, &room) };
+            let tile = Tile { job: self, unit, next, room: &room, seen: self.seen(unit), rows: self.rows(unit), q };
             // SAFETY: the room is large enough for the rows of every unit; the partials of `unit` are `rows` states.
             unsafe {
                 if let Some(partial) = unit.partial {
@@ -287,6 +303,23 @@ impl Job<'_> {
                 self.write_out(unit, room.total);
             }
         }
+    }
+
+    /// The unit's queries `[rows][d]`, one after another.
+    ///
+    /// Safety: the room has place for its rows.
+    pub(super) unsafe fn gather(&self, unit: &Unit, room: &Room) -> *const f32 {
+        let (rows, d) = (self.rows(unit), self.layer.d);
+        let q = (self.q as *const f32).wrapping_add(self.first(unit) * d);
+        // Those of one query lie together already.
+        if unit.queries == 1 {
+            return q;
+        }
+        for row in 0..rows.count {
+            // SAFETY: rows and heads of the unit are in range.
+            unsafe { std::ptr::copy_nonoverlapping(q.add(rows.place(row) * d), room.q.add(row * d), d) };
+        }
+        room.q
     }
 
     /// Safety: as [`Job::run`]; the runs of `units` are done.
@@ -342,27 +375,16 @@ enum Scales {
 }
 
 /// A unit at work.
-struct Tile<'a> {
-    job: &'a Job<'a>,
-    unit: &'a Unit,
+pub(super) struct Tile<'a> {
+    pub job: &'a Job<'a>,
+    pub unit: &'a Unit,
     /// What this thread does next.
-    next: &'a Unit,
-    room: &'a Room,
-    seen: Seen,
-    rows: Rows,
+    pub next: &'a Unit,
+    pub room: &'a Room,
+    pub seen: Seen,
+    pub rows: Rows,
     /// The queries `[rows][d]`.
-    q: *const f32,
-}
-
-/// Copies rows of `d` values to `to`, one after another.
-///
-/// Safety: the rows are readable, `to` has room.
-unsafe fn gather(from: *const f32, rows: &Rows, d: usize, to: *mut f32) -> *const f32 {
-    for row in 0..rows.count {
-        // SAFETY: the caller's.
-        unsafe { std::ptr::copy_nonoverlapping(from.add(rows.place(row) * d), to.add(row * d), d) };
-    }
-    to
+    pub q: *const f32,
 }
 
 /// Pointers to the blocks of `from` on, up to `GROUP` of those before `end`; the last is repeated.
@@ -406,7 +428,9 @@ impl Tile<'_> {
     }
 
     /// Scores of all rows against the blocks `segment` of the run.
-    unsafe fn score(&self, segment: &Range<usize>, run: usize) {
+    ///
+    /// Safety: as [`Job::run`]; scores have room for a group behind the run.
+    pub(super) unsafe fn score(&self, segment: &Range<usize>, run: usize) {
         let (job, unit, layer) = (self.job, self.unit, self.job.layer);
         let size = layer.d * BLOCK;
         for block in segment.clone().step_by(GROUP) {

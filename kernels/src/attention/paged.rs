@@ -299,42 +299,6 @@ impl PagedLayer {
             }
         }
     }
-
-    /// The values of all codes of keys, by their bytes, at a scale of 1 where positions have their own; none where there are no codes.
-    pub(super) fn key_codes(&self) -> Vec<f32> {
-        let (args, p) = match self.format {
-            KvFormat::Codes(grid) => (grid.args, grid.k),
-            KvFormat::Dynamic(args) => (args, QParams { scale: 1.0, zero: 0 }),
-            KvFormat::F32 | KvFormat::F16 => return Vec::new(),
-        };
-        (0..=255u8).map(|b| args.dequantize(b as i8, p)).collect()
-    }
-
-    /// The stored keys of a block and head as f32, `[d][16]`: plain code for statistics. `codes` is [`PagedLayer::key_codes`].
-    pub(super) fn keys(&self, block: u32, head: usize, codes: &[f32], out: &mut [f32]) {
-        let at = block as usize * self.block_bytes() + head * self.head_bytes();
-        let head = &self.store.as_slice()[at..][..self.head_bytes()];
-        let bytes = &head[..self.d * BLOCK * self.format.bytes()];
-        match self.format {
-            KvFormat::F32 => out.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, b)| *x = f32::from_ne_bytes(*b)),
-            KvFormat::F16 => {
-                let mut room = [f16::ZERO; BLOCK];
-                for (out, bytes) in out.chunks_exact_mut(BLOCK).zip(bytes.chunks_exact(2 * BLOCK)) {
-                    room.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, b)| *x = f16::from_ne_bytes(*b));
-                    room.convert_to_f32_slice(out);
-                }
-            }
-            KvFormat::Codes(_) => out.iter_mut().zip(bytes).for_each(|(x, &b)| *x = codes[b as usize]),
-            KvFormat::Dynamic(_) => {
-                let scales = &head[self.scales_at()..].as_chunks().0[..BLOCK];
-                for (out, bytes) in out.chunks_exact_mut(BLOCK).zip(bytes.chunks_exact(BLOCK)) {
-                    for ((x, &b), &scale) in out.iter_mut().zip(bytes).zip(scales) {
-                        *x = codes[b as usize] * (f32::from_ne_bytes(scale) / self.unit);
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// What makes codes of values: [`QuantArgs::quantize`], for the two types of a cache, of what is not NaN.

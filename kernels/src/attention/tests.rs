@@ -2,6 +2,7 @@
 
 use super::RUN;
 use super::fused::attend_on;
+use super::mass::attention_mass_on;
 use super::{BLOCK, KvFormat, PagedLayer, Queries, attend, attention_mass};
 use crate::{Isa, Team};
 use dsq_quant::{KvGrid, MiniFloat, QParams, QuantArgs, QuantType};
@@ -365,24 +366,34 @@ fn values_without_a_form_are_found() {
 
 #[test]
 fn masses_are_the_weights_that_positions_receive() {
-    let cases = CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s)));
-    for (i, (case, sight)) in cases.enumerate() {
+    for (i, (case, sight)) in CASES.into_iter().flat_map(|c| SIGHTS.map(|s| (c, s))).enumerate() {
         let filled = case.filled(formats()[i % 6], sight);
-        let past = case.positions - 3;
-        let queries = Queries { table: &filled.table, past, tokens: 3 };
-        let mut mass = vec![1.0; case.kv_heads * case.positions];
+        let tokens = case.positions.min(11);
+        let past = case.positions - tokens;
+        let queries = Queries { table: &filled.table, past, tokens };
+        let mut mass = vec![f32::NAN; tokens * case.positions];
         let q = &filled.q[past * case.heads * case.d..];
         let entropies = attention_mass(&filled.layer, queries, q, case.heads, &mut mass);
-        let mut want = vec![1.0f64; mass.len()];
-        for (t, head) in (0..3).flat_map(|t| (0..case.heads).map(move |h| (t, h))) {
-            let (seen, weights) = (filled.seen(past + t), filled.weights(past + t, head));
-            let kv = head / (case.heads / case.kv_heads);
-            seen.iter().zip(&weights).for_each(|(&s, w)| want[kv * case.positions + s] += w);
-            let entropy: f64 = weights.iter().map(|w| -w * w.ln()).sum();
-            assert!((entropy - f64::from(entropies[t * case.heads + head])).abs() < 1e-5, "{case:?}");
-        }
-        for (got, want) in mass.iter().zip(&want) {
-            assert!((f64::from(*got) - want).abs() <= 1e-6 * want, "{case:?}: {got} against {want}");
+        for (t, mass) in mass.chunks_exact(case.positions).enumerate() {
+            // |q| <= 3, |k| <= 1: a score and its distance to the largest are off by `s` together, a weight by exp's error and its division
+            // as well; the sums over positions and heads come on top.
+            let (u, root, p) = (2f64.powi(-24), (case.d as f64).sqrt(), (past + t + 1) as f64);
+            let s = 2.0 * (case.d as f64 + 3.0) * u * 3.0 * root;
+            let bound = 2.0 * (s + 2.5e-7) + (p / 16.0 + 8.0 + case.heads as f64) * u;
+            let mut want = vec![0.0f64; case.positions];
+            for head in 0..case.heads {
+                let (seen, weights) = (filled.seen(past + t), filled.weights(past + t, head));
+                seen.iter().zip(&weights).for_each(|(&s, w)| want[s] += w);
+                let entropy: f64 = weights.iter().map(|w| -w * w.ln()).sum();
+                // Each weight's part changes by its own error times what the logarithm may be: at most 6 sqrt(d), the span of the scores,
+                // and ln p.
+                let off = (entropy - f64::from(entropies[t * case.heads + head])).abs();
+                assert!(off <= bound * (6.0 * root + p.ln() + 2.0), "{case:?} {sight:?}: {off:e}");
+            }
+            for (got, want) in mass.iter().zip(&want) {
+                let off = (f64::from(*got) - want).abs();
+                assert!(off <= bound * want, "{case:?} {sight:?}: {got} against {want}");
+            }
         }
     }
 }
@@ -443,28 +454,30 @@ fn kept_positions_are_in_order() {
     PagedLayer::new(1, 1, [1, 1], 1.0, KvFormat::F32).keep(&[0], &[2, 1]);
 }
 
-/// A query's masses and entropies do not depend on those beside it or on the threads.
+/// A query's masses and entropies depend on nothing beside it: other queries, threads, path.
 #[test]
 fn masses_of_one_query_are_those_of_many() {
-    for (case, sight) in CASES[1..7].iter().flat_map(|c| [(None, 0), (Some(15), 3)].map(|s| (*c, s))) {
-        let filled = case.filled(KvFormat::F32, sight);
-        let (past, row) = (case.positions - 3, case.heads * case.d);
+    for (i, (case, sight)) in CASES.into_iter().flat_map(|c| SIGHTS.map(|s| (c, s))).enumerate() {
+        let filled = case.filled(formats()[i % 6], sight);
+        let (n, row) = (case.positions, case.heads * case.d);
+        let tokens = n.min(11);
+        let past = n - tokens;
         let queries = |past, tokens| Queries { table: &filled.table, past, tokens };
-        let mut whole = vec![0.0; case.kv_heads * case.positions];
-        let team = Team::new(3).unwrap();
         let q = &filled.q[past * row..];
-        let entropies = team.enter(|| attention_mass(&filled.layer, queries(past, 3), q, case.heads, &mut whole));
-        let mut sum = vec![0.0f64; whole.len()];
-        for t in 0..3 {
-            let n = past + t + 1;
-            let mut one = vec![0.0; case.kv_heads * n];
+        let mut whole = vec![0.0; tokens * n];
+        let team = Team::new(3).unwrap();
+        let entropies = team.enter(|| attention_mass(&filled.layer, queries(past, tokens), q, case.heads, &mut whole));
+        for isa in Isa::supported() {
+            let mut same = vec![f32::NAN; whole.len()];
+            let e = attention_mass_on(isa, &filled.layer, queries(past, tokens), q, case.heads, &mut same);
+            assert!(same_bits(&e, &entropies) && same_bits(&same, &whole), "{case:?} {sight:?} {isa:?}");
+        }
+        for t in 0..tokens {
+            let mut one = vec![0.0; past + t + 1];
             let e = attention_mass(&filled.layer, queries(past + t, 1), &q[t * row..][..row], case.heads, &mut one);
             assert!(same_bits(&e, &entropies[t * case.heads..][..case.heads]));
-            for (kv, one) in one.chunks_exact(n).enumerate() {
-                one.iter().enumerate().for_each(|(s, &m)| sum[kv * case.positions + s] += f64::from(m));
-            }
+            assert!(same_bits(&one, &whole[t * n..][..past + t + 1]), "{case:?} {sight:?} query {t}");
         }
-        assert!(whole.iter().zip(&sum).all(|(a, b)| (f64::from(*a) - b).abs() <= 1e-6 * b), "{case:?}");
     }
 }
 

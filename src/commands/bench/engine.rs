@@ -1,9 +1,11 @@
-//! How evenly an engine's steps take: requests of random lengths come and go at random while a number of sequences generate. Not the
-//! speed of a fixed batch (see `bench.rs`).
+//! How evenly an engine's steps take: requests of random lengths come and go at random while a number of sequences generate. Steps take
+//! turns with one that does the same work each time, whose spread is the machine's. Not the speed of a fixed batch (see `bench.rs`).
 
 use super::{Args, quantile};
 use crate::error::CliError;
-use dsq_runtime::{Engine, EngineSettings, LlamaRuntime, Output, Request, Sampling};
+use dsq_runtime::{
+    Engine, EngineSettings, Entry, KvPolicy, KvPool, LlamaRuntime, Logits, Output, Request, Sampling, Sequence,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
@@ -23,7 +25,8 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
     let mut engine = Engine::new(model, None, pool, settings)?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let vocab = model.config().vocab_size as u32;
-    let (mut latencies, mut tokens, mut requests) = (Vec::new(), 0usize, 0usize);
+    let mut same = Same::new(model, args, sequences)?;
+    let (mut latencies, mut machine, mut tokens, mut requests) = (Vec::new(), Vec::new(), 0usize, 0usize);
     let (mut out, mut ids): (Vec<Output>, Vec<_>) = (Vec::new(), Vec::new());
     let (mut bytes, mut reallocations) = (0, 0);
     let warm = steps / WARM_UP;
@@ -45,6 +48,9 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
         let start = Instant::now();
         engine.step(&mut out);
         let time = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        same.step(model)?;
+        let fixed = start.elapsed().as_secs_f64();
         let made = out.iter().filter(|o| o.token.is_some()).count();
         for o in out.iter().filter(|o| o.finished.is_some()) {
             ids.retain(|id| *id != o.id);
@@ -60,8 +66,10 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
         seconds += time;
         tokens += made;
         latencies.push(time * 1e3);
+        machine.push(fixed * 1e3);
     }
     let [p50, p99] = [0.5, 0.99].map(|q| quantile(&mut latencies, q));
+    let [same50, same99] = [0.5, 0.99].map(|q| quantile(&mut machine, q));
     Ok(json!({
         "name": format!("engine {sequences}"),
         "batch": sequences,
@@ -76,7 +84,51 @@ pub(super) fn measure(model: &LlamaRuntime, args: &Args, sequences: usize, steps
         "latency_p50_ms": p50,
         "latency_p99_ms": p99,
         "latency_p99_over_p50": p99 / p50,
+        "same_work_p50_ms": same50,
+        "same_work_p99_over_p50": same99 / same50,
         "reallocations": reallocations,
         "kv_cache_bytes": engine.pool().bytes(),
     }))
+}
+
+/// A step of as many tokens as the engine's, whose work never changes: sequences cut back to where they were.
+struct Same {
+    pool: KvPool,
+    sequences: Vec<Sequence>,
+    len: usize,
+    logits: Vec<f32>,
+}
+
+impl Same {
+    /// Sequences of the length that the engine's have on average: half of the longest prompt, and half of the rest.
+    fn new(model: &LlamaRuntime, args: &Args, sequences: usize) -> Result<Self, CliError> {
+        let len = (args.prompt_tokens.iter().copied().max().unwrap_or(1) + args.gen_tokens).div_ceil(2);
+        let mut pool = model.new_pool(
+            sequences * (len + 2).next_multiple_of(KvPool::block_len()),
+            len + 2,
+            args.runtime.kv_type(),
+            KvPolicy::Full,
+        )?;
+        let mut made = Vec::new();
+        for _ in 0..sequences {
+            let mut sequence = pool.new_sequence();
+            let tokens = vec![0; len];
+            let entry = Entry { sequence: &mut sequence, tokens: &tokens, logits: Logits::None };
+            model.step(&mut pool, &mut [entry], &mut Vec::new())?;
+            made.push(sequence);
+        }
+        Ok(Self { pool, sequences: made, len, logits: Vec::new() })
+    }
+
+    /// Two tokens of each sequence, and the logits of the last.
+    fn step(&mut self, model: &LlamaRuntime) -> Result<(), CliError> {
+        let entries = self.sequences.iter_mut();
+        let mut batch: Vec<Entry> =
+            entries.map(|sequence| Entry { sequence, tokens: &[1, 2], logits: Logits::Last }).collect();
+        model.step(&mut self.pool, &mut batch, &mut self.logits)?;
+        for sequence in &mut self.sequences {
+            self.pool.truncate(sequence, self.len)?;
+        }
+        Ok(())
+    }
 }

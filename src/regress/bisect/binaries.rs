@@ -1,11 +1,12 @@
 //! Two dsq binaries on the same input: whether they give other token ids, other weights, or other logits, and for logits the first layer and
 //! the kernel. Not the comparison of weights that they made (see `compare.rs`).
 
-use super::cut::{cut, quantized};
+use super::cut::{cut, quantized, uncut};
 use super::tokens::first_difference;
 use super::{Cause, Finding, language};
 use crate::error::CliError;
 use dsq_checkpoint::{Checkpoint, SafetensorsFile, write_atomic};
+use dsq_kernels::MAX_ISA;
 use dsq_runtime::LlamaRuntime;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -21,6 +22,8 @@ pub struct Binary {
     pub path: PathBuf,
     /// Worker threads that it is given.
     pub threads: usize,
+    /// The best instructions that it may use, as `DSQ_MAX_ISA` names them.
+    pub max_isa: Option<&'static str>,
 }
 
 impl Binary {
@@ -34,6 +37,7 @@ impl Binary {
         let out = Command::new(&self.path)
             .args(args)
             .args(["--threads", &self.threads.to_string()])
+            .envs(self.max_isa.map(|max| (MAX_ISA, max)))
             .output()
             .map_err(|e| CliError::new(4, format!("{name}: cannot start: {e}")))?;
         if out.status.success() {
@@ -76,8 +80,14 @@ impl Binary {
 
     /// All logits of the lists of ids in `ids`.
     fn logits(&self, model: &Path, ids: &Path, scratch: &Path) -> Result<Vec<f32>, CliError> {
+        self.logits_of(model, &["--tokens-file".into(), ids.into()], scratch)
+    }
+
+    /// All logits of what the options `text` name.
+    fn logits_of(&self, model: &Path, text: &[OsString], scratch: &Path) -> Result<Vec<f32>, CliError> {
         let file = scratch.join(format!("{}.logits", self.side));
-        let mut args: Vec<OsString> = vec!["eval".into(), model.into(), "--tokens-file".into(), ids.into()];
+        let mut args: Vec<OsString> = vec!["eval".into(), model.into()];
+        args.extend(text.iter().cloned());
         args.extend(["--logits-out".into(), file.clone().into(), "--json".into()]);
         self.run(&args)?;
         let logits = SafetensorsFile::open(&file)?;
@@ -112,6 +122,30 @@ pub fn tokenizer(
     let (a, b) = (good.ids(model.path(), &file)?, bad.ids(model.path(), &file)?);
     let found = a.iter().zip(&b).enumerate().find_map(|(i, (a, b))| Some((i, first_difference(a, b)?)));
     Ok(found.map(|(i, kind)| Finding::new(Cause::Tokenizer, format!("ids of text {i}"), kind)).into_iter().collect())
+}
+
+/// Tokens of a text that both read by themselves.
+const READ: usize = 64;
+
+/// Whether both, which agree on ids, make the same of a text that they read by themselves: what a binary puts before a text, and where it
+/// cuts it, shows in logits alone.
+///
+/// # Errors
+/// As [`Binary::run`].
+pub fn reading(
+    (good, bad): (&Binary, &Binary),
+    model: &Checkpoint,
+    text: &Path,
+    scratch: &Path,
+    bound: f64,
+) -> Result<Option<Finding>, CliError> {
+    let tokens = READ.min(language(model)?.max_position_embeddings);
+    let options = ["--text".into(), text.into(), "--max-tokens".into(), tokens.to_string().into()];
+    let good = good.logits_of(model.path(), &options, scratch)?;
+    let apart = Apart::of(&good, &bad.logits_of(model.path(), &options, scratch)?);
+    let kind = "both agree on the same ids, and not on this text: another BOS before it, or another cut";
+    let differs = apart.relative > bound;
+    Ok(differs.then(|| Finding::new(Cause::Tokenizer, text.display().to_string(), kind)))
 }
 
 /// How far two lists of logits are apart.
@@ -214,6 +248,11 @@ pub fn kernels(
         return Ok(out);
     }
     out.notes.push(format!("kernels: {}: beyond the bound {bound:e}", size(&all)));
+    if let Some(why) = uncut(model)? {
+        out.findings.push(Finding::new(Cause::Kernel, "", format!("which layer is not known: {why}")));
+        out.runs = pair.runs;
+        return Ok(out);
+    }
     // The fewest layers that are apart: `low` agree (none is taken to), `high` do not.
     let (mut low, mut high) = (0, language(model)?.num_hidden_layers);
     while high - low > 1 {

@@ -8,6 +8,20 @@ use dsq_quant::FloatType;
 use serde_json::{Value, json};
 use std::path::Path;
 
+/// Why [`cut`] cannot cut this model; `None` where it can.
+///
+/// # Errors
+/// Those of reading its config.
+pub fn uncut(model: &Checkpoint) -> Result<Option<&'static str>, CliError> {
+    let Some(bytes) = model.aux_file("config.json")? else {
+        return Ok(Some("layers are found in a folder with config.json, and this is another file"));
+    };
+    let config: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    let quantized = config.get("quantization_config");
+    let lists = quantized.is_none_or(|q| q.get("ignore").is_some_and(Value::is_array));
+    Ok((!lists).then_some("quantization_config.ignore is no list, as compressed-tensors has it"))
+}
+
 /// Writes to the empty folder `out` the first `layers` layers of `model` with its embedding and head, the modules `floats` as the float
 /// values of their codes.
 ///
