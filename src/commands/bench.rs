@@ -216,7 +216,7 @@ fn print_engine(row: &Value) {
     ));
     output::line(format!("  generation  {:>10.1} tokens/s", number("tokens_per_second")));
     output::line(format!(
-        "  step        {:>10.2} ms p50, {:.2} ms p99 ({:.2} of p50); {} reallocations after the warm-up",
+        "  step        {:>10.2} ms p50, {:.2} ms p99 ({:.2} of p50; the same work each time: {:.2}); {} reallocations after the warm-up",
         number("latency_p50_ms"),
         number("latency_p99_ms"),
         number("latency_p99_over_p50"),
