@@ -5,8 +5,8 @@
 //! a sequence has come to a multiple of [`PERIOD`] positions it is pruned, and only then, so that what it holds depends on its
 //! tokens alone and not on how they were cut into steps. The last [`OBSERVERS`] queries before that say what matters: a slot by
 //! the attention that it received from them, over all heads (the observation window of SnapKV, arXiv:2404.14469; the sums
-//! of H2O, arXiv:2306.14048, over these queries), a layer by the entropy of their attention (CAKE, arXiv:2503.12491, takes entropy
-//! as a layer's need of positions; PyramidKV, arXiv:2406.02069, fixes the needs by the layer's number).
+//! of H2O, arXiv:2306.14048, over these queries), a layer by the fourth root of the entropy of their attention (CAKE, arXiv:2503.12491, takes
+//! a power of the entropy as part of a layer's need of positions; PyramidKV, arXiv:2406.02069, fixes the needs by the layer's number).
 
 use dsq_kernels::attention::{PagedLayer, Queries, attention_mass};
 
@@ -46,9 +46,9 @@ impl Budget {
     }
 
     /// Slots that each layer keeps of those that it has: all, where that is at most [`Budget::most`] and `budget` on average; else the
-    /// first `sinks` and the last `recent`, and of the rest of `budget * layers` a share in proportion to its entropy. What a
+    /// first `sinks` and the last `recent`, and of the rest of `budget * layers` a share in proportion to its [`need`]. What a
     /// layer has no use for goes to the others.
-    fn split(&self, entropies: &[f64], filled: &[usize]) -> Vec<usize> {
+    fn split(&self, needs: &[f64], filled: &[usize]) -> Vec<usize> {
         let limits: Vec<usize> = filled.iter().map(|&n| n.min(self.most())).collect();
         let total = self.budget.saturating_mul(filled.len());
         let mut kept = limits.clone();
@@ -59,9 +59,9 @@ impl Budget {
         let mut rest = (total - fixed.iter().sum::<usize>()) as f64;
         let mut open: Vec<usize> = (0..filled.len()).collect();
         loop {
-            let weight: f64 = open.iter().map(|&l| entropies[l]).sum();
+            let weight: f64 = open.iter().map(|&l| needs[l]).sum();
             let equal = !(weight > 0.0 && weight.is_finite());
-            let share = |l: usize| if equal { rest / open.len() as f64 } else { rest * entropies[l] / weight };
+            let share = |l: usize| if equal { rest / open.len() as f64 } else { rest * needs[l] / weight };
             let (full, others): (Vec<usize>, Vec<usize>) =
                 open.iter().partition(|&&l| fixed[l] as f64 + share(l) >= limits[l] as f64);
             if full.is_empty() {
@@ -86,6 +86,12 @@ impl Budget {
         middle.sort_unstable();
         (0..self.sinks).chain(middle).chain(n - self.recent..n).collect()
     }
+}
+
+/// A layer's need of positions by its entropy. The fourth root was measured (docs/kernels.md): in proportion to the entropy itself the layers
+/// that look everywhere take from those that know what they look for.
+fn need(entropy: f64) -> f64 {
+    entropy.sqrt().sqrt()
 }
 
 /// The next position, behind `at`, at which a sequence is pruned.
@@ -186,9 +192,9 @@ impl Slots {
 
     /// Prunes a sequence that has come to a multiple of [`PERIOD`].
     pub fn prune(&mut self, budget: &Budget, caches: &mut [PagedLayer], table: &[u32]) {
-        let entropies: Vec<f64> = self.layers.iter().map(|l| l.entropy).collect();
+        let needs: Vec<f64> = self.layers.iter().map(|l| need(l.entropy)).collect();
         let filled: Vec<usize> = self.layers.iter().map(|l| l.positions.len()).collect();
-        let counts = budget.split(&entropies, &filled);
+        let counts = budget.split(&needs, &filled);
         for ((held, cache), count) in self.layers.iter_mut().zip(caches).zip(counts) {
             held.mass.resize(held.positions.len(), 0.0);
             let kept = budget.choose(&held.mass, count);
@@ -282,8 +288,8 @@ mod tests {
         slots.append(0, PERIOD);
         slots.prune(&BUDGET, &mut caches, &table);
         let held = [0, 1].map(|layer| slots.positions(layer).collect::<Vec<_>>());
-        // Entropies: 1.12 (ln 3 and a little) and 4.03 (about ln 57): of 28 that are shared out the second gets its limit.
-        assert_eq!(held.each_ref().map(Vec::len), [6 + 9, 25]);
+        // Entropies: 1.12 (ln 3 and a little) and 4.03 (about ln 57), whose fourth roots are as 1 to 1.38: of 28 that are shared out 11 and 16.
+        assert_eq!(held.each_ref().map(Vec::len), [6 + 11, 6 + 16]);
         for p in planted.into_iter().chain([0, 1, 60, 61, 62, 63]) {
             assert!(held[0].contains(&p), "{p}: {held:?}");
         }
