@@ -242,7 +242,7 @@ fn eval_sees_keys_and_values_on_their_grids() {
         let e = model.forward(prompt, &mut plain.new_cache(64).unwrap(), Logits::Last).unwrap_err();
         assert!(e.exit_code() == 2 && e.to_string().contains("cache of this model"), "{e}");
         // One byte a value instead of four.
-        let bench = |folder: &Path| -> Value {
+        let bench = |folder: &Path, kv: &str| -> Value {
             let args = [
                 "bench",
                 text(folder),
@@ -253,14 +253,19 @@ fn eval_sees_keys_and_values_on_their_grids() {
                 "--gen-tokens",
                 "8",
                 "--kv-type",
-                "f32",
+                kv,
                 "--json",
             ];
             serde_json::from_str::<Value>(&works(&args)).unwrap()["rows"][0].clone()
         };
         let bytes = |row: &Value| row["kv_cache_bytes"].as_u64().unwrap();
         // 208 positions, two layers, keys and values of two heads of 16.
-        assert_eq!(bytes(&bench(&case.at("model"))) - bytes(&bench(&folder)), 3 * 208 * 2 * 2 * 32);
+        let float = bench(&case.at("model"), "f32");
+        assert_eq!(bytes(&float) - bytes(&bench(&folder, "f32")), 3 * 208 * 2 * 2 * 32);
+        // The same with scales of their own, two f32 for each position and head.
+        let own = bench(&case.at("model"), name);
+        assert_eq!(bytes(&float) - bytes(&own), (3 * 32 - 2 * 4) * 208 * 2 * 2);
+        assert_eq!(own["kv_type"], if name == "int8" { "int8, dynamic" } else { "fp8 e4m3, dynamic" });
     }
 }
 

@@ -142,7 +142,7 @@ impl KvPool {
         self.scratch.clock.times().collect()
     }
 
-    /// How keys and values are held: `f32`, `f16`, the type of their codes on the checkpoint's grids (`int8`, `fp8_e4m3`), or that of codes
+    /// How keys and values are held: `f32`, `f16`, the type of their codes on the checkpoint's grids (`int8`, `fp8 e4m3`), or that of codes
     /// with scales of their own (`int8, dynamic`), of the first layer.
     pub fn format_name(&self) -> String {
         match self.layers.first().map(PagedLayer::format) {

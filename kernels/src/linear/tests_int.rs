@@ -3,17 +3,23 @@
 use super::int::{self, IntPath};
 use super::tests::{args, assert_bits, numbers};
 use super::*;
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{has_avx_vnni, has_avx2, has_avx512_vnni};
 use dsq_quant::{FloatType, Granularity, InputGrid, Mapping, QParams, QuantArgs};
 use proptest::prelude::*;
 
 fn paths() -> Vec<IntPath> {
     let mut all = vec![IntPath::Scalar];
     all.extend(Isa::supported().into_iter().map(IntPath::of));
-    all.dedup();
+    // Those too that a better one hides.
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
-        all.push(IntPath::Vnni256Vl);
+    {
+        let vl = has_avx512_vnni() && is_x86_feature_detected!("avx512vl");
+        let found = [(IntPath::Avx2, has_avx2()), (IntPath::Vnni256, has_avx_vnni()), (IntPath::Vnni256Vl, vl)];
+        all.extend(found.into_iter().filter(|(_, has)| *has).map(|(path, _)| path));
     }
+    all.sort_by_key(|path| *path as u8);
+    all.dedup();
     all
 }
 
