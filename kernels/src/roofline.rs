@@ -129,9 +129,10 @@ mod x86 {
         _mm512_dpbusd_epi32
     );
     chains!(vnni256, "avx2,avxvnni", __m256i, _mm256_setzero_si256, _mm256_set1_epi8, _mm256_dpbusd_avx_epi32);
+    // The product is of the sum: of two constants it would be taken once, before the loop.
     chains!(avx2, "avx2", __m256i, _mm256_setzero_si256, _mm256_set1_epi8, |s, a, b| _mm256_add_epi16(
-        s,
-        _mm256_maddubs_epi16(a, b)
+        a,
+        _mm256_maddubs_epi16(s, b)
     ));
 }
 
