@@ -312,7 +312,7 @@ vectorized! {
         /// Makes units the last place of what is smaller, so that the sum rounds to nearest even.
         const UNITS: f32 = 1.5 * (1 << 23) as f32;
         for (to, x) in to.iter_mut().zip(x) {
-            *to = [((x / scale).max(-128.0).min(127.0) + UNITS).to_bits() as u8];
+            *to = [((x / scale).clamp(-128.0, 127.0) + UNITS).to_bits() as u8];
         }
     }
 }
