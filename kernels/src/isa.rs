@@ -52,11 +52,8 @@ impl Isa {
     /// # Errors
     /// What is wrong, with both values.
     pub fn check_max() -> Result<(), String> {
-        match std::env::var(MAX_ISA) {
-            Ok(got) if !MAX_ISA_NAMES.contains(&got.as_str()) => {
-                Err(format!("{MAX_ISA}: expected one of {}, got {got:?}", MAX_ISA_NAMES.join(", ")))
-            }
-            Err(std::env::VarError::NotUnicode(got)) => {
+        match std::env::var_os(MAX_ISA) {
+            Some(got) if !MAX_ISA_NAMES.iter().any(|name| got == *name) => {
                 Err(format!("{MAX_ISA}: expected one of {}, got {got:?}", MAX_ISA_NAMES.join(", ")))
             }
             _ => Ok(()),
@@ -65,7 +62,6 @@ impl Isa {
 }
 
 /// Whether [`MAX_ISA`] allows the instructions of that place in [`MAX_ISA_NAMES`].
-#[cfg(target_arch = "x86_64")]
 fn allows(level: usize) -> bool {
     static MAX: OnceLock<usize> = OnceLock::new();
     let named = || MAX_ISA_NAMES.iter().position(|name| std::env::var(MAX_ISA).is_ok_and(|max| max == *name));
@@ -77,6 +73,7 @@ macro_rules! features {
     ($($(#[$doc:meta])* $name:ident: $level:literal, $($feature:tt),+;)*) => {$(
         $(#[$doc])*
         #[inline]
+        #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
         pub(crate) fn $name() -> bool {
             #[cfg(target_arch = "x86_64")]
             return allows($level) $(&& is_x86_feature_detected!($feature))+;
@@ -84,6 +81,12 @@ macro_rules! features {
             false
         }
     )*};
+}
+
+/// NEON with dot products of eight-bit integers: anything above plain Rust allows it.
+#[cfg(target_arch = "aarch64")]
+pub(crate) fn has_dotprod() -> bool {
+    allows(1) && std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
 features! {

@@ -58,7 +58,7 @@ impl IntPath {
     pub(crate) fn of(isa: Isa) -> Self {
         match isa {
             #[cfg(target_arch = "aarch64")]
-            _ if std::arch::is_aarch64_feature_detected!("dotprod") => IntPath::Neon,
+            _ if crate::isa::has_dotprod() => IntPath::Neon,
             Isa::Scalar => IntPath::Scalar,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 if has_avx512_vnni() => IntPath::Vnni512,
